@@ -1,0 +1,1 @@
+"""The node agent: a gRPC server and the decoding engine behind it."""

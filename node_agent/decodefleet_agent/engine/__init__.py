@@ -1,0 +1,1 @@
+"""The decoding engine, in its own process: schedule, run, postprocess."""

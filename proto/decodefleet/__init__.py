@@ -1,0 +1,1 @@
+"""The contract between decodefleet's operator, its node agents and their clients."""
