@@ -77,7 +77,7 @@ class Batching(Model):
     max_batch: int = Field(64, ge=1, le=1024, description="Sequences that run at once.")
     batch_size_threshold: int = Field(8, ge=1, le=1024, description="Waiting sequences at which prefill goes before decode.")
     max_batch_tokens: int = Field(2048, ge=16, le=131072, description="Tokens in one step, decode and prefill together.")
-    chunk: Annotated[str, Field(pattern=r"^(Dynamic|Formula|None|[1-9][0-9]{0,5})$")] = Field(
+    chunk: Annotated[str, Field(pattern=r"^(Dynamic|Formula|None|[1-9][0-9]{0,5})$", max_length=7)] = Field(
         "512", description="Tokens of a prompt that one step computes: a number, None for whole prompts, Dynamic, Formula."
     )
     max_waiting: int = Field(256, ge=0, le=100000, description="Requests that may wait; one more is answered RESOURCE_EXHAUSTED.")

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, WithJsonSchema
 
 DURATION_PATTERN = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h|d))+$"
 QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
@@ -22,7 +22,7 @@ _FACTORS = {
 
 def parse_duration(text: str) -> float:
     """Seconds in a duration such as `1h30m` or `500ms`. Raises ValueError."""
-    if not re.fullmatch(DURATION_PATTERN, text):
+    if len(text) > 32 or not re.fullmatch(DURATION_PATTERN, text):
         raise ValueError(f"{text!r} is not a duration; write it as 500ms, 30s, 5m or 1h30m")
     parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)", text)
     return float(sum(Decimal(number) * _SECONDS[unit] for number, unit in parts))
@@ -55,7 +55,11 @@ def _checked_quantity(text: str | int) -> str:
     return str(text)
 
 
-Duration = Annotated[str, AfterValidator(_checked_duration), Field(pattern=DURATION_PATTERN, max_length=32)]
+Duration = Annotated[
+    str,
+    AfterValidator(_checked_duration),
+    WithJsonSchema({"type": "string", "pattern": DURATION_PATTERN, "maxLength": 32}),
+]
 Quantity = Annotated[
     str | int,
     AfterValidator(_checked_quantity),
