@@ -1,0 +1,191 @@
+"""One address for a fleet: a gRPC proxy that forwards each call to the least loaded agent, bytes for bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import grpc
+from decodefleet.v1 import decoding_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+log = logging.getLogger(__name__)
+
+SERVICE = decoding_pb2.DESCRIPTOR.services_by_name["Decoding"].full_name
+ATTEMPTS = 3  # agents that one request tries at most
+MAX_MESSAGE = 64 << 20
+
+_OWN_METADATA = ("grpc-", ":", "user-agent", "content-type", "te")
+_DETAILS = "grpc-status-details-bin"
+_SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+)
+_CHANNEL_OPTIONS = (
+    ("grpc.enable_retries", 0),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+)
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+class PortTaken(Exception):
+    """The gateway's port cannot be bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A place to send requests to."""
+
+    name: str
+    address: str
+
+
+class Gateway:
+    """Serves Decoding in front of agents, with health and reflection.
+
+    `agents` names those that may get new requests now. What an agent refuses with UNAVAILABLE before its first message goes to another one.
+    """
+
+    def __init__(self, agents: Callable[[], Iterable[Agent]]) -> None:
+        self._agents = agents
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        # By address, so that an agent which came back under its name starts afresh.
+        self._in_flight: dict[str, int] = {}
+        self._elsewhere: dict[str, int] = {}  # requests that did not come through here
+        self._last_picked: dict[str, int] = {}
+        self._picks = 0
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self.requests = 0
+        self.retries = 0
+
+    async def start(self, host: str, port: int) -> int:
+        """Binds and serves; returns the port. Raises PortTaken."""
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server.add_generic_rpc_handlers((_Handlers(self),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        try:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise PortTaken(f"port {port} on {host} is taken") from error
+        await self.refresh()
+        await server.start()
+        self._server = server
+        return bound
+
+    async def stop(self, grace: float) -> None:
+        """Takes no new requests; those that are open may go on for `grace` seconds."""
+        await self._health.enter_graceful_shutdown()
+        if self._server is not None:
+            await self._server.stop(grace)
+        for channel in self._channels.values():
+            await channel.close()
+
+    async def refresh(self) -> None:
+        """Brings health and channels in line with the agents that serve now. Call it when they may have changed."""
+        addresses = {agent.address for agent in self._agents()}
+        status = health_pb2.HealthCheckResponse.SERVING if addresses else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", SERVICE):
+            await self._health.set(service, status)
+        for counts in (self._elsewhere, self._last_picked):
+            for address in counts.keys() - addresses:
+                del counts[address]
+        # A draining agent serves nothing new, but its open streams need their channel.
+        for address in self._channels.keys() - addresses - self._in_flight.keys():
+            await self._channels.pop(address).close()
+
+    def observe(self, address: str, requests: int) -> None:
+        """Tells how many requests an agent holds by its own count; those that others sent it add to its load here."""
+        self._elsewhere[address] = max(0, requests - self._in_flight.get(address, 0))
+
+    def in_flight(self) -> int:
+        """Requests that are open now."""
+        return sum(self._in_flight.values())
+
+    def pick(self, tried: set[str]) -> Agent | None:
+        """The agent with the fewest requests, and of equal ones the one that was picked longest ago. None: all were tried."""
+        agent = min((a for a in self._agents() if a.address not in tried), key=self._load, default=None)
+        if agent is not None:
+            self._picks += 1
+            self._last_picked[agent.address] = self._picks
+        return agent
+
+    def _load(self, agent: Agent) -> tuple[int, int]:
+        requests = self._in_flight.get(agent.address, 0) + self._elsewhere.get(agent.address, 0)
+        return requests, self._last_picked.get(agent.address, 0)
+
+    async def forward(self, method: str, request: bytes, context: grpc.aio.ServicerContext) -> None:
+        """Carries one call. What the agent sends is passed on as it comes; its status ends the call."""
+        self.requests += 1
+        tried: set[str] = set()
+        code, details, trailing = grpc.StatusCode.UNAVAILABLE, "no agent of this fleet serves yet; see `decodefleet get`", Metadata()
+        while len(tried) < ATTEMPTS and (agent := self.pick(tried)) is not None:
+            self.retries += bool(tried)
+            tried.add(agent.address)
+            answered, code, details, trailing = await self._attempt(agent, method, request, context)
+            if answered or code != grpc.StatusCode.UNAVAILABLE:
+                break
+            log.info("agent refused a request", extra={"agent": agent.name, "attempt": len(tried), "details": details})
+        context.set_trailing_metadata((*trailing, ("decodefleet-attempts", str(len(tried)))))
+        if code != grpc.StatusCode.OK:
+            await context.abort(code, details)
+
+    async def _attempt(
+        self, agent: Agent, method: str, request: bytes, context: grpc.aio.ServicerContext
+    ) -> tuple[bool, grpc.StatusCode, str, Metadata]:
+        """One call of one agent: whether any message came, and its status, details and trailing metadata."""
+        answered = False
+        self._in_flight[agent.address] = self._in_flight.get(agent.address, 0) + 1
+        call = self._channel(agent.address).unary_stream(method)(
+            request, timeout=context.time_remaining(), metadata=_passed(context.invocation_metadata())
+        )
+        try:
+            while (message := await call.read()) is not grpc.aio.EOF:
+                if not answered:
+                    answered = True
+                    initial = _passed(await call.initial_metadata())
+                    await context.send_initial_metadata((*initial, ("decodefleet-agent", agent.name)))
+                await context.write(message)
+            return answered, await call.code(), await call.details() or "", _passed(await call.trailing_metadata())
+        except grpc.aio.AioRpcError as error:
+            return answered, error.code(), error.details() or "", _passed(error.trailing_metadata())
+        finally:
+            call.cancel()
+            self._in_flight[agent.address] -= 1
+            if not self._in_flight[agent.address]:
+                del self._in_flight[agent.address]
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return self._channels[address]
+
+
+class _Handlers(grpc.GenericRpcHandler):
+    """Takes every method of Decoding without knowing its messages: a single response is a stream of one."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        method: str = handler_call_details.method
+        if not method.startswith(f"/{SERVICE}/"):
+            return None
+
+        async def handle(request: bytes, context: grpc.aio.ServicerContext) -> None:
+            await self._gateway.forward(method, request, context)
+
+        return grpc.unary_stream_rpc_method_handler(handle)
+
+
+def _passed(metadata: Iterable[tuple[str, str | bytes]] | None) -> Metadata:
+    """What a proxy hands on: all but what each hop says for itself. The details of an error belong to the caller."""
+    return tuple((k, v) for k, v in metadata or () if k == _DETAILS or not k.startswith(_OWN_METADATA))

@@ -1,0 +1,1 @@
+"""Fleets on one machine: processes for pods, a file for the resource, and the same controller as on Kubernetes."""
