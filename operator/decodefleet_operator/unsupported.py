@@ -1,0 +1,64 @@
+"""What the resource can ask for and this version does not have. One table; each entry names its field and value in Degraded/Unsupported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from decodefleet.units import parse_duration
+from decodefleet_operator.api import Spec
+
+
+class Feature(NamedTuple):
+    """A field whose value may be one that is not built."""
+
+    path: str
+    value: Callable[[Spec], object]  # None: not asked for
+    supported: Callable[[object], bool]
+    blocking: bool  # pods cannot run as the field asks: nothing of the fleet is changed. Otherwise only the field has no effect
+
+
+def _is(*values: object) -> Callable[[object], bool]:
+    return lambda value: str(value) in map(str, values)
+
+
+FEATURES = (
+    Feature("spec.engine.precision.weights", lambda s: s.engine.precision.weights, _is("auto", "fp32"), True),
+    Feature("spec.engine.precision.attention", lambda s: s.engine.precision.attention, _is("auto", "fp32"), True),
+    Feature("spec.engine.precision.kvCache", lambda s: s.engine.precision.kv_cache, _is("auto", "fp32"), True),
+    Feature("spec.engine.precision.schedule", lambda s: s.engine.precision.schedule, _is("Static"), True),
+    Feature("spec.engine.kvCache.sparsity.policy", lambda s: s.engine.kv_cache.sparsity.policy, _is("None"), True),
+    Feature("spec.engine.batching.controller", lambda s: s.engine.batching.controller, _is("Static"), True),
+    Feature("spec.engine.batching.chunk", lambda s: s.engine.batching.chunk, lambda v: v not in ("Dynamic", "Formula"), True),
+    Feature("spec.engine.prediction.method", lambda s: s.engine.prediction.method, _is("None"), True),
+    Feature("spec.parallelism.tensor", lambda s: s.parallelism.tensor, _is(1), True),
+    Feature("spec.rollout.canary", lambda s: None if s.rollout.canary is None else f"replicas: {s.rollout.canary.replicas}", _is(None), True),
+    Feature("spec.rollout.upgradePolicy", lambda s: s.rollout.upgrade_policy, _is("OnSpecChange"), False),
+    Feature("spec.autoscaling.minReplicas", lambda s: s.autoscaling.min_replicas if s.autoscaling else None, lambda v: v != 0, False),
+    Feature("spec.autoscaling.schedules", lambda s: (s.autoscaling and s.autoscaling.schedules and s.autoscaling.schedules[0].cron) or None, _is(None), False),
+    Feature("spec.sla.window", lambda s: s.sla.window if s.sla else None, lambda v: parse_duration(str(v)) <= 3600, False),
+)  # fmt: skip
+
+EFFECT = {
+    "spec.autoscaling.minReplicas": "1 is used",
+    "spec.autoscaling.schedules": "the floors are not applied",
+    "spec.sla.window": "1h is used",
+}
+
+
+class Found(NamedTuple):
+    message: str
+    blocking: bool
+
+
+def unsupported(spec: Spec) -> list[Found]:
+    """What the spec asks for in vain."""
+    return list(_found(spec))
+
+
+def _found(spec: Spec) -> Iterator[Found]:
+    for feature in FEATURES:
+        value = feature.value(spec)
+        if value is not None and not feature.supported(value):
+            effect = f" ({EFFECT[feature.path]})" if feature.path in EFFECT else ""
+            yield Found(f"{feature.path}: {value} is not supported by this version{effect}", feature.blocking)
