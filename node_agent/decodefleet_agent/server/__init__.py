@@ -1,0 +1,1 @@
+"""The server process of a node agent: gRPC, tokenisation, text out, metrics; the engine is its child."""

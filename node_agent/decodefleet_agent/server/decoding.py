@@ -1,0 +1,119 @@
+"""decodefleet.v1.Decoding: one handler per stream, from the checked request to the usage in the last message."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from decodefleet.v1 import decoding_pb2 as pb
+from decodefleet.v1 import decoding_pb2_grpc
+from decodefleet_agent.server.agent import Agent
+from decodefleet_agent.server.engine_link import EngineDied, EngineLink
+from decodefleet_agent.server.errors import Refused
+from decodefleet_agent.server.objectives import Measured, Outcome
+from decodefleet_agent.server.requests import Work, read_request
+from decodefleet_agent.server.stream import RequestStream
+
+log = logging.getLogger(__name__)
+
+# A client that gives up at its deadline cancels the call, a moment before the deadline passes here.
+_DEADLINE_SLACK = 0.25
+
+
+class Decoding(decoding_pb2_grpc.DecodingServicer):
+    """Serves streams from the engine behind `link`."""
+
+    def __init__(self, agent: Agent, link: EngineLink) -> None:
+        self._agent, self._link = agent, link
+
+    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        arrived = time.monotonic()
+        try:
+            work = await self._admit(request, arrived)
+        except Refused as refusal:
+            self._agent.metrics.rejected.labels(refusal.reason).inc()
+            await _abort(context, refusal)
+        refusal = await self._serve(work, context, arrived)
+        if refusal is not None:
+            await _abort(context, refusal)
+
+    async def _admit(self, request: pb.GenerateRequest, arrived: float) -> Work:
+        work = await read_request(request, self._agent.serving_model())
+        self._agent.serving_model()  # it may have begun to drain while a long prompt was tokenised
+        try:
+            self._agent.admit(work)
+        except Refused as refusal:
+            self._agent.reject(work, Measured(duration=time.monotonic() - arrived), refusal.message)
+            raise
+        return work
+
+    async def _serve(self, work: Work, context: grpc.aio.ServicerContext, arrived: float) -> Refused | None:
+        """Runs the stream to its end; what to abort the call with, if it does not end well."""
+        stream = RequestStream(work, self._agent, self._link, arrived)
+        outcome, error = Outcome.failed, None
+        try:
+            async with asyncio.timeout(context.time_remaining()):
+                async for response in stream.responses():
+                    await context.write(response)
+            outcome = Outcome.finished
+            return None
+        except TimeoutError:
+            outcome, error = Outcome.deadline, "the deadline passed"
+            return Refused(grpc.StatusCode.DEADLINE_EXCEEDED, f"the deadline passed after {stream.completion_tokens} tokens")
+        except asyncio.CancelledError:
+            remaining = context.time_remaining()
+            outcome = Outcome.deadline if remaining is not None and remaining < _DEADLINE_SLACK else Outcome.cancelled
+            raise
+        except EngineDied as death:
+            error = str(death)
+            return Refused(grpc.StatusCode.UNAVAILABLE, f"the engine died: {death}")
+        except Refused as refusal:
+            error = refusal.message
+            outcome = Outcome.failed
+            return refusal
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            log.exception("request=%s failed", work.request_id)
+            return Refused(grpc.StatusCode.INTERNAL, f"the agent failed: {error}")
+        finally:
+            stream.close()
+            self._agent.leave(work, outcome, stream.measure(), stream.completion_tokens, error)
+
+    async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
+        try:
+            model = self._agent.serving_model()
+        except Refused as refusal:
+            if self._agent.model is None:
+                await _abort(context, refusal)
+            model = self._agent.model
+        info, template = model.info, model.tokenizer.chat_template
+        return pb.GetModelResponse(
+            uri=self._agent.config.model_uri,
+            architecture=info.architecture,
+            parameters=info.parameters,
+            context_length=info.context_length,
+            vocabulary_size=info.vocabulary_size,
+            numerics_profile=info.numerics_profile,
+            weights_format=info.weights_format,
+            chat_template=template.source if template else "",
+            eos_token_ids=info.eos_token_ids,
+            config_json=self._agent.config.model_dump_json(by_alias=True, exclude={"control_token_file", "tls", "control_tls"}),
+        )
+
+
+async def _abort(context: grpc.aio.ServicerContext, refusal: Refused) -> None:
+    """Ends the call; with a delay, the status carries google.rpc.RetryInfo."""
+    trailing: tuple[tuple[str, bytes], ...] = ()
+    if refusal.retry_after is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(refusal.retry_after * 1000))
+        detail = any_pb2.Any()
+        detail.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        status = status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message=refusal.message, details=[detail])
+        trailing = (("grpc-status-details-bin", status.SerializeToString()),)
+    await context.abort(refusal.code, refusal.message, trailing)
