@@ -22,6 +22,9 @@ NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 Json = dict[str, Any]
 
+_START = "start one with `decodefleet up -f examples/smollm2.yaml`"
+_PATIENCE = 0.5  # seconds for somebody who only looks whether the lock is free
+
 
 class FleetError(Exception):
     """A local fleet cannot do what was asked; the message says why and what to do."""
@@ -111,7 +114,7 @@ def running(fleet: Fleet) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
@@ -121,21 +124,16 @@ def running(fleet: Fleet) -> bool:
 
 def only(name: str | None) -> Fleet:
     """The running fleet of that name, or the only one there is. Raises FleetError."""
+    alive = [f for f in fleets() if running(f)]
+    names = ", ".join(f.name for f in alive)
     if name is not None:
         found = fleet(name)
-        if running(found):
+        if found in alive:
             return found
-        alive = ", ".join(f.name for f in fleets() if running(f))
-        raise FleetError(
-            f"there is no fleet {name!r} here; "
-            + (f"running: {alive}" if alive else "start one with `decodefleet up -f examples/smollm2.yaml`")
-        )
-    alive = [f for f in fleets() if running(f)]
+        raise FleetError(f"there is no fleet {name!r} here; " + (f"running: {names}" if alive else _START))
     if len(alive) == 1:
         return alive[0]
-    if alive:
-        raise FleetError(f"several fleets run: {', '.join(f.name for f in alive)}; name one")
-    raise FleetError("no fleet runs here; start one with `decodefleet up -f examples/smollm2.yaml`")
+    raise FleetError(f"several fleets run: {names}; name one" if alive else f"no fleet runs here; {_START}")
 
 
 def claim(fleet: Fleet) -> int:
@@ -143,6 +141,7 @@ def claim(fleet: Fleet) -> int:
 
     The descriptor can be handed to the supervisor's process: the lock lives until its last copy is closed. Raises FleetError.
     """
+    deadline = time.monotonic() + _PATIENCE
     while True:
         fleet.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(fleet.lock, os.O_RDWR | os.O_CREAT, 0o600)
@@ -150,6 +149,9 @@ def claim(fleet: Fleet) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
+            if time.monotonic() < deadline:
+                time.sleep(_PATIENCE / 10)
+                continue
             raise FleetError(f"fleet {fleet.name} is running already; `decodefleet get {fleet.name}` shows it") from None
         # Between open and flock another process may have removed the folder: then this lock guards nothing.
         with contextlib.suppress(FileNotFoundError):
@@ -227,7 +229,7 @@ def _editing(fleet: Fleet) -> Iterator[None]:
 
 
 def edit(fleet: Fleet, change: Callable[[Json], Json]) -> Json:
-    """Changes the resource. A new spec gets a new generation, as on Kubernetes. Returns what was written. Raises FleetError if it is gone."""
+    """Changes the resource and returns what was written. A new spec gets a new generation. Raises FleetError if the fleet is gone."""
     try:
         with _editing(fleet):
             old = read(fleet.resource)
