@@ -1,0 +1,1 @@
+"""The backends: each computes a step in its own way, behind one small interface."""

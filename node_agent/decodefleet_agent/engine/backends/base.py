@@ -1,0 +1,42 @@
+"""What the engine asks of a backend: take the weights once, then compute one batch per step."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from decodefleet_agent.engine.batch import Batch
+from decodefleet_agent.engine.weights import ModelConfig, Weights
+
+
+class Backend(Protocol):
+    """Owns the weights in its own layout and the memory of the KV pool."""
+
+    name: str
+    revision: int  # rises whenever a change gives other bits
+
+    def page_bytes(self, config: ModelConfig) -> int:
+        """Bytes of one page of 16 tokens, keys and values of all layers."""
+        ...
+
+    def prepare(self, weights: Weights, context_length: int, progress: Progress) -> None:
+        """Takes the weights. Raises ModelError."""
+        ...
+
+    def allocate(self, pages: int) -> None:
+        """Allocates the KV pool, once, and touches all of it."""
+        ...
+
+    def step(self, batch: Batch) -> np.ndarray:
+        """Writes keys and values of all rows to the pool, and returns logits: [spans that sample, vocabulary] fp32, in the spans' order.
+
+        A row's bits depend on the sequence's tokens up to it, and on nothing else that is in the batch or was computed before.
+        """
+        ...
+
+
+class Progress(Protocol):
+    """Called with a share in [0, 1] and a few words."""
+
+    def __call__(self, done: float, text: str) -> None: ...

@@ -1,0 +1,167 @@
+"""The reference backend: plain PyTorch in fp32, the oracle of the others.
+
+Its bits do not depend on what else is in the batch: every matrix product runs on tiles of 16 rows, attention runs on tiles of
+at most 16 query rows of one sequence against fixed partitions of 256 tokens that are combined in order, keys and values are read only from
+the pool, and all else is elementwise or a reduction along a row. `exp` is the only transcendental function.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from decodefleet_agent.engine.backends.attention import AttentionPlan, attend, plan_attention
+from decodefleet_agent.engine.backends.base import Progress
+from decodefleet_agent.engine.batch import Batch
+from decodefleet_agent.engine.kv_pool import PAGE_TOKENS
+from decodefleet_agent.engine.weights import ModelConfig, Weights
+
+TILE = 16
+
+
+@dataclass(frozen=True)
+class _Linear:
+    weight: torch.Tensor  # [outputs, inputs]
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, inputs] to [rows, outputs]; rows are a multiple of 16."""
+        result = torch.empty(len(x), len(self.weight))
+        for start in range(0, len(x), TILE):
+            torch.mm(x[start : start + TILE], self.weight.t(), out=result[start : start + TILE])
+        return result if self.bias is None else result.add_(self.bias)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: torch.Tensor
+    qkv: _Linear
+    output: _Linear
+    mlp_norm: torch.Tensor
+    gate_up: _Linear
+    down: _Linear
+
+
+class ReferenceBackend:
+    """See `Backend`."""
+
+    name = "reference"
+    revision = 1
+
+    def page_bytes(self, config: ModelConfig) -> int:
+        return config.layers * 2 * config.kv_heads * PAGE_TOKENS * config.head_dim * 4
+
+    def prepare(self, weights: Weights, context_length: int, progress: Progress) -> None:
+        config = self._config = weights.config
+        hidden = config.hidden_size
+        self._embedding = weights.read("model.embed_tokens.weight", (config.vocabulary_size, hidden))
+        head = self._embedding if config.tied_embeddings else weights.read("lm_head.weight", (config.vocabulary_size, hidden))
+        self._head = _Linear(head, None)
+        self._norm = weights.read("model.norm.weight", (hidden,))
+        self._layers = []
+        for index in range(config.layers):
+            progress((index + 1) / (config.layers + 1), f"layer {index + 1} of {config.layers}")
+            self._layers.append(_layer(weights, index))
+        # fp32 angles, as transformers has them; their cosines are rounded from fp64, which is the same on every machine.
+        angles = np.outer(np.arange(context_length, dtype=np.float32), np.asarray(config.inverse_frequencies, np.float32)).astype(
+            np.float64
+        )
+        self._cos = torch.from_numpy(np.cos(angles).astype(np.float32))
+        self._sin = torch.from_numpy(np.sin(angles).astype(np.float32))
+
+    def allocate(self, pages: int) -> None:
+        config = self._config
+        shape = (config.layers, config.kv_heads, pages, PAGE_TOKENS, config.head_dim)
+        self._keys = torch.empty(shape).zero_()
+        self._values = torch.empty(shape).zero_()
+
+    @torch.inference_mode()
+    def step(self, batch: Batch) -> np.ndarray:
+        config = self._config
+        rows = batch.rows
+        plan = plan_attention(batch, config.heads // config.kv_heads)
+        cos, sin = self._cos[plan.positions][:, None], self._sin[plan.positions][:, None]
+        x = torch.zeros(_tiled(rows), config.hidden_size)
+        x[:rows] = self._embedding[torch.from_numpy(batch.token_ids)]
+        for index, layer in enumerate(self._layers):
+            attention = self._attention(index, layer.qkv(self._normed(x, layer.input_norm)), rows, cos, sin, plan)
+            x += layer.output(attention)
+            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=1)
+            # silu written out: its fused form rounds the last elements of a thread's share in another way.
+            x += layer.down(gate / (1 + torch.exp(-gate)) * up)
+        sampled = torch.zeros(_tiled(len(plan.sampled_rows)), config.hidden_size)
+        sampled[: len(plan.sampled_rows)] = x[plan.sampled_rows]
+        return self._head(self._normed(sampled, self._norm))[: len(plan.sampled_rows)].numpy()
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).mean(dim=1, keepdim=True) + self._config.rms_norm_eps) * weight
+
+    def _attention(
+        self, index: int, qkv: torch.Tensor, rows: int, cos: torch.Tensor, sin: torch.Tensor, plan: AttentionPlan
+    ) -> torch.Tensor:
+        """[tiled rows, heads * head_dim]; writes the rows' keys and values to the pool first."""
+        config = self._config
+        q, k, v = (
+            part.view(rows, -1, config.head_dim)
+            for part in qkv[:rows].split(
+                [config.heads * config.head_dim, config.kv_heads * config.head_dim, config.kv_heads * config.head_dim], dim=1
+            )
+        )
+        keys, values = self._keys[index], self._values[index]
+        keys[:, plan.pages, plan.slots] = _rotated(k, cos, sin).transpose(0, 1)
+        values[:, plan.pages, plan.slots] = v.transpose(0, 1)
+        result = torch.zeros(len(qkv), config.heads * config.head_dim)
+        attend(_rotated(q, cos, sin), keys, values, plan, result[:rows])
+        return result
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on [rows, heads, head_dim], the halves of a head rotated together."""
+    low, high = x.chunk(2, dim=2)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=2)
+
+
+def _tiled(rows: int) -> int:
+    return -(-rows // TILE) * TILE
+
+
+def _layer(weights: Weights, index: int) -> _Layer:
+    config = weights.config
+    prefix = f"model.layers.{index}."
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+
+    def linear(inputs: int, **outputs: int) -> _Linear:
+        """Several projections of one input as one."""
+        weight = torch.empty(sum(outputs.values()), inputs)
+        bias = torch.zeros(len(weight)) if any(f"{prefix}{_MODULES[name]}.bias" in weights for name in outputs) else None
+        start = 0
+        for name, size in outputs.items():
+            weight[start : start + size] = weights.read(f"{prefix}{_MODULES[name]}.weight", (size, inputs))
+            if bias is not None and f"{prefix}{_MODULES[name]}.bias" in weights:
+                bias[start : start + size] = weights.read(f"{prefix}{_MODULES[name]}.bias", (size,))
+            start += size
+        return _Linear(weight, bias)
+
+    return _Layer(
+        input_norm=weights.read(prefix + "input_layernorm.weight", (hidden,)),
+        qkv=linear(hidden, q=queries, k=keys, v=keys),
+        output=linear(queries, o=hidden),
+        mlp_norm=weights.read(prefix + "post_attention_layernorm.weight", (hidden,)),
+        gate_up=linear(hidden, gate=mlp, up=mlp),
+        down=linear(mlp, down=hidden),
+    )
+
+
+_MODULES = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}

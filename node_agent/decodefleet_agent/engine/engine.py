@@ -1,0 +1,133 @@
+"""The engine: takes commands, and makes steps of schedule → run → postprocess."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from decodefleet_agent.engine.backends.base import Backend
+from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, KVPool, pages_for
+from decodefleet_agent.engine.postprocess import finish_reason, postprocess
+from decodefleet_agent.engine.scheduler import Limits, Scheduler
+from decodefleet_agent.engine.sequence import Sequence
+from decodefleet_agent.messages import Cancel, Output, Stats, StepResult, Submit
+
+
+class Engine:
+    """Sequences in flight over one backend. `context_length` bounds prompt and output together; the pool holds at least that much."""
+
+    def __init__(self, backend: Backend, limits: Limits, pool: KVPool, page_bytes: int, context_length: int, vocabulary_size: int) -> None:
+        self.backend = backend
+        self.pool = pool
+        self.scheduler = Scheduler(limits, pool)
+        self.context_length = context_length
+        self.sequences: dict[int, Sequence] = {}
+        self._page_bytes = page_bytes
+        self._vocabulary_size = vocabulary_size
+        self._arrivals = 0
+        self._prompt_tokens = self._cached_prompt_tokens = self._generated_tokens = self._steps = 0
+        self._busy_seconds = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.sequences)
+
+    def handle(self, commands: Iterable[Submit | Cancel]) -> list[Output]:
+        """Takes sequences in and out. The outputs are those of sequences that end without a step."""
+        outputs = []
+        for command in commands:
+            if isinstance(command, Submit):
+                outputs += self._submit(command)
+            else:
+                self._cancel(command.sequence_id)
+        return outputs
+
+    def step(self) -> StepResult:
+        """Computes one batch."""
+        started = time.monotonic()
+        batch = self.scheduler.schedule()
+        logits = self.backend.step(batch)
+        outputs = postprocess(batch, logits, self.sequences, self.scheduler, self.context_length)
+        self._count(outputs, [self.sequences[span.sequence_id] for span in batch.spans])
+        for output in outputs:
+            if output.finish:
+                del self.sequences[output.sequence_id]
+        seconds = time.monotonic() - started
+        self._steps += 1
+        self._busy_seconds += seconds
+        return StepResult(outputs, self.stats(step_seconds=seconds, batch=len(batch.spans), batch_tokens=batch.rows))
+
+    def stats(self, step_seconds: float = 0.0, batch: int = 0, batch_tokens: int = 0) -> Stats:
+        """The engine's numbers now."""
+        scheduler, pool = self.scheduler, self.pool
+        return Stats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            queued_prompt_tokens=sum(max(0, s.prompt_length - s.computed) for s in self.sequences.values()),
+            queued_output_tokens=sum(s.output_left for s in self.sequences.values()),
+            kv_bytes_used=pool.used * self._page_bytes,
+            kv_bytes_total=pool.total * self._page_bytes,
+            kv_bytes_cached=pool.cached * self._page_bytes,
+            prompt_tokens=self._prompt_tokens,
+            cached_prompt_tokens=self._cached_prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=scheduler.preemptions,
+            steps=self._steps,
+            busy_seconds=self._busy_seconds,
+            step_seconds=step_seconds,
+            batch=batch,
+            batch_tokens=batch_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError unless pool, scheduler and sequences agree."""
+        self.scheduler.check_integrity()
+        known = {s.sequence_id for s in (*self.scheduler.waiting, *self.scheduler.running)}
+        if known != set(self.sequences):
+            raise RuntimeError(f"the scheduler has sequences {known}, and the engine {set(self.sequences)}")
+
+    def _submit(self, submit: Submit) -> list[Output]:
+        if submit.sequence_id in self.sequences:
+            raise ValueError(f"sequence {submit.sequence_id} is running already")
+        self._arrivals += 1
+        sequence = Sequence(
+            sequence_id=submit.sequence_id,
+            tokens=[*submit.prompt_ids, *submit.output_ids],
+            prompt_length=len(submit.prompt_ids),
+            sampling=submit.sampling,
+            priority=submit.priority,
+            arrival=self._arrivals,
+        )
+        if error := self._refusal(sequence):
+            return [Output(sequence.sequence_id, [], finish="error", error=error)]
+        if finish := finish_reason(sequence, self.context_length):
+            return [Output(sequence.sequence_id, [], finish=finish)]
+        self.sequences[sequence.sequence_id] = sequence
+        self.scheduler.add(sequence)
+        return []
+
+    def _refusal(self, sequence: Sequence) -> str | None:
+        length = len(sequence.tokens)
+        if not sequence.prompt_length:
+            return "the prompt is empty; send at least one token"
+        if length > self.context_length:
+            return f"prompt and output have {length} tokens, and the context holds {self.context_length}; shorten the prompt"
+        if pages_for(length) > self.pool.total:
+            return f"prompt and output have {length} tokens, and the KV pool holds {self.pool.total * PAGE_TOKENS}; raise engine.kvCache.memory"
+        if not all(0 <= token < self._vocabulary_size for token in sequence.tokens):
+            return f"token ids must be in 0 … {self._vocabulary_size - 1}"
+        return None
+
+    def _cancel(self, sequence_id: int) -> None:
+        """A sequence that has just finished is unknown here; its cancellation crossed its last output."""
+        if sequence := self.sequences.pop(sequence_id, None):
+            self.scheduler.cancel(sequence)
+
+    def _count(self, outputs: list[Output], stepped: list[Sequence]) -> None:
+        self._generated_tokens += sum(len(output.token_ids) for output in outputs)
+        self._cached_prompt_tokens += sum(output.cached_prompt_tokens or 0 for output in outputs)
+        for sequence in stepped:
+            # A finished sequence holds nothing any more, and had its whole prompt computed.
+            computed = min(sequence.computed or len(sequence.tokens), sequence.prompt_length)
+            self._prompt_tokens += max(0, computed - sequence.counted_prompt)
+            sequence.counted_prompt = max(sequence.counted_prompt, computed)

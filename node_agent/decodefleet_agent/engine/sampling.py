@@ -1,0 +1,74 @@
+"""From one row of logits to one token: penalties, truncation, and random numbers keyed by seed, sample and position."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from decodefleet_agent.messages import Sampling, TokenLogprob
+
+
+def uniform(seed: int, sample_index: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but its key: Philox4x64-10 with key (seed, sample_index) and counter (position, 0, 0, 0)."""
+    bits = np.random.Philox(key=[seed & 0xFFFFFFFFFFFFFFFF, sample_index], counter=[position, 0, 0, 0]).random_raw()
+    return (int(bits) >> 11) * 2.0**-53
+
+
+def sample(logits: np.ndarray, sampling: Sampling, prompt_ids: list[int], output_ids: list[int]) -> int:
+    """The token that follows prompt and output. `logits`: [vocabulary] fp32, finite, not changed.
+
+    Order: repetition penalty, presence and frequency penalties, temperature, top-k, top-p, min-p. Temperature 0 takes the
+    likeliest token, the lowest id among equals.
+    """
+    logits = _penalised(logits, sampling, prompt_ids, output_ids)
+    if sampling.temperature == 0:
+        return int(np.argmax(logits))
+    token_ids, probabilities = _truncated(logits.astype(np.float64) / sampling.temperature, sampling)
+    cumulative = np.cumsum(probabilities)
+    draw = uniform(sampling.seed, sampling.sample_index, len(prompt_ids) + len(output_ids)) * cumulative[-1]
+    return int(token_ids[min(int(np.searchsorted(cumulative, draw, side="right")), len(token_ids) - 1)])
+
+
+def token_logprob(logits: np.ndarray, token_id: int, alternatives: int) -> TokenLogprob:
+    """Log-probabilities of the model itself, before penalties and temperature, in nats."""
+    wide = logits.astype(np.float64)
+    logprobs = wide - wide.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
+    top = np.lexsort((np.arange(len(logits)), -wide))[:alternatives] if alternatives else []
+    return TokenLogprob(token_id, float(logprobs[token_id]), [(int(token), float(logprobs[token])) for token in top])
+
+
+def _penalised(logits: np.ndarray, sampling: Sampling, prompt_ids: list[int], output_ids: list[int]) -> np.ndarray:
+    if sampling.repetition_penalty == 1 and sampling.presence_penalty == 0 and sampling.frequency_penalty == 0:
+        return logits
+    logits = logits.copy()
+    if sampling.repetition_penalty != 1:
+        seen = np.unique(np.asarray(prompt_ids + output_ids, np.int64))
+        values = logits[seen]
+        logits[seen] = np.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
+    if output_ids:
+        tokens, counts = np.unique(np.asarray(output_ids, np.int64), return_counts=True)
+        logits[tokens] -= (sampling.presence_penalty + sampling.frequency_penalty * counts).astype(np.float32)
+    return logits
+
+
+def _truncated(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """Candidates, likeliest first, and their weights (not normalised)."""
+    if sampling.top_k == 0 and sampling.top_p >= 1:
+        token_ids = np.arange(len(logits))
+    else:
+        keep = sampling.top_k or len(logits)
+        if keep < len(logits):
+            # Every token that ties with the k-th is a candidate until the stable sort below decides.
+            token_ids = np.flatnonzero(logits >= np.partition(logits, -keep)[-keep])
+        else:
+            token_ids = np.arange(len(logits))
+        token_ids = token_ids[np.argsort(-logits[token_ids], kind="stable")][:keep]
+    weights = np.exp(logits[token_ids] - logits.max())
+    if sampling.top_p < 1:
+        cumulative = np.cumsum(weights)
+        count = int(np.searchsorted(cumulative, sampling.top_p * cumulative[-1])) + 1
+        token_ids, weights = token_ids[:count], weights[:count]
+    if sampling.min_p > 0:
+        likely = weights >= sampling.min_p
+        token_ids, weights = token_ids[likely], weights[likely]
+    return token_ids, weights

@@ -1,0 +1,79 @@
+"""From a configuration to an engine that is ready: model files, weights, KV pool, warm-up."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+
+import torch
+
+from decodefleet.config import AgentConfig
+from decodefleet_agent.engine import settings
+from decodefleet_agent.engine.backends.base import Backend
+from decodefleet_agent.engine.backends.reference import ReferenceBackend
+from decodefleet_agent.engine.engine import Engine
+from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, KVPool
+from decodefleet_agent.engine.threads import thread_count
+from decodefleet_agent.engine.warmup import Measured, warm_up
+from decodefleet_agent.engine.weights import Weights, load
+from decodefleet_agent.messages import ModelInfo, Progress, Ready
+from decodefleet_agent.model_files import ModelError, resolve
+
+
+def start(config: AgentConfig, send: Callable[[Progress], None], started: float) -> tuple[Engine, Ready]:
+    """The engine and what to tell the server; `started` is the time.monotonic() that loading is counted from. Raises ModelError."""
+    if problem := settings.unsupported(config):
+        raise ModelError(problem)
+    torch.set_num_threads(thread_count(config.cpu))
+    send(Progress("loading", 0.0, f"finding {config.model_uri}"))
+    weights = load(resolve(config.model_uri))
+    wanted = settings.context_length(config.engine, weights.config)
+    backend = ReferenceBackend()
+    backend.prepare(weights, wanted, lambda done, text: send(Progress("loading", done * 0.95, text)))
+    page_bytes = backend.page_bytes(weights.config)
+    pages = settings.pool_pages(config, wanted, page_bytes)
+    context = settings.pool_context(wanted, pages)
+    limits = settings.limits(config.engine)
+    send(Progress("loading", 0.95, f"allocating a KV pool of {pages * page_bytes / 2**20:.0f} MiB"))
+    backend.allocate(pages)
+    loaded = time.monotonic()
+    measured: Measured | None = None
+    if config.engine.warmup.enabled:
+        measured = warm_up(backend, limits, pages, context, lambda done, text: send(Progress("warming_up", done, text)))
+    engine = Engine(backend, limits, KVPool(pages), page_bytes, context, weights.config.vocabulary_size)
+    return engine, Ready(
+        model=_model_info(weights, backend, context, pages),
+        load_seconds=loaded - started,
+        warm_up_seconds=time.monotonic() - loaded if measured else None,
+        prefill_tokens_per_second=measured.prefill_tokens_per_second if measured else None,
+        curve=measured.curve if measured else [],
+    )
+
+
+def numerics_profile(weights: Weights, backend: Backend) -> str:
+    """Equal profiles give equal tokens: weights, number formats, backend and its revision, PyTorch and the instructions it uses."""
+    parts = (
+        weights.fingerprint,
+        weights.format,
+        "kv=fp32",
+        backend.name,
+        backend.revision,
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _model_info(weights: Weights, backend: Backend, context: int, pages: int) -> ModelInfo:
+    return ModelInfo(
+        architecture=weights.config.architecture,
+        parameters=weights.parameters,
+        context_length=context,
+        vocabulary_size=weights.config.vocabulary_size,
+        numerics_profile=numerics_profile(weights, backend),
+        weights_format=weights.format,
+        eos_token_ids=list(weights.config.eos_token_ids),
+        kv_page_tokens=PAGE_TOKENS,
+        kv_pages=pages,
+    )
