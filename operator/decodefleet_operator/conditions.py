@@ -57,6 +57,7 @@ INVALID_SPEC = "InvalidSpec"  # the resource could not be read; nothing is chang
 UNSUPPORTED = "Unsupported"  # this version does not have what a field asks for
 CRASH_LOOPING = "CrashLooping"  # an agent ends again and again
 POD_FAILING = "PodFailing"  # a pod does not start
+OBJECT_REJECTED = "ObjectRejected"  # the API server refused another object of the fleet (quota, admission, rights)
 POD_REJECTED = "PodRejected"  # the API server refused a pod (quota, admission, rights)
 
 # -- reasons of events -----------------------------------------------------------------------------------------------------------

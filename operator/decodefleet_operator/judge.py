@@ -23,6 +23,7 @@ class Verdict:
     conditions: tuple[Condition, ...]
     moving: bool  # something is about to change: look again soon
     replace_in_place: bool  # no surge pod finds a node and the user allows to go without
+    blocked: str | None  # what keeps the wanted count from being reached
 
 
 def judge(observation: Observation, fleet: Fleet, wanted: int, found: Sequence[Found], now: float) -> Verdict:
@@ -34,7 +35,8 @@ def judge(observation: Observation, fleet: Fleet, wanted: int, found: Sequence[F
     stuck = placement.waiting_too_long(fleet.supply, now)
     no_surge = bool(old) and any(pod.revision == observation.revision for pod in stuck)
     late = [pod for pod in current if not pod.ready and now - pod.created_at > DEADLINE]
-    degraded = _degraded(observation, fleet, found)
+    degraded = _degraded(observation, fleet, found, ready < wanted)
+    room = _capacity_available(stuck)
     settled = ready == wanted == len(fleet.supply) and not (fleet.draining or fleet.terminating or fleet.lost or fleet.ended)
     return Verdict(
         (
@@ -42,11 +44,12 @@ def judge(observation: Observation, fleet: Fleet, wanted: int, found: Sequence[F
             _progressing(observation, ready, wanted, old, no_surge, late, settled, found),
             _sla_met(observation, now),
             metrics_fresh(observation, fleet, now),
-            _capacity_available(stuck),
+            room,
             degraded,
         ),
         moving=not settled,
         replace_in_place=no_surge and spec.rollout.when_full == WhenFull.ReplaceInPlace,
+        blocked=f"{room.reason}: {room.message}" if stuck and ready < wanted else None,
     )
 
 
@@ -114,14 +117,17 @@ def _capacity_available(stuck: list[PodView]) -> Condition:
     return c.condition(c.CAPACITY_AVAILABLE, False, c.INSUFFICIENT_CAPACITY, text)
 
 
-def _degraded(observation: Observation, fleet: Fleet, found: Sequence[Found]) -> Condition:
-    """What needs a person; the first reason that applies, with the messages of all of them."""
+def _degraded(observation: Observation, fleet: Fleet, found: Sequence[Found], short_of: bool) -> Condition:
+    """What needs a person: the first reason that applies, with the messages of all."""
     causes: list[tuple[str, str]] = [(c.UNSUPPORTED, feature.message) for feature in found]
     causes += observation.warnings
-    unwell = [pod for pod in (*fleet.supply, *fleet.ended) if not pod.ready and pod.problem and pod.problem not in STARTING and pod.unschedulable_since is None]
-    looping = [pod for pod in unwell if pod.restarts > 0 or pod.phase == "Failed"]
+    unwell = [pod for pod in fleet.supply if not pod.ready and pod.problem and pod.unschedulable_since is None and pod.problem not in STARTING]
+    looping = [pod for pod in unwell if pod.restarts > 0]
+    ended = [failure for failure in observation.memory.failures if failure.revision == observation.revision]
     if looping:
         causes.append((c.CRASH_LOOPING, _example(looping)))
+    elif len(ended) > 1 and short_of:
+        causes.append((c.CRASH_LOOPING, f"{len(ended)} pods ended in the last ten minutes, the last one with: {ended[-1].problem}"))
     elif unwell:
         causes.append((c.POD_FAILING, _example(unwell)))
     if not causes:

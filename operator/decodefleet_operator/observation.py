@@ -115,6 +115,16 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """A pod that ended when nobody asked it to."""
+
+    at: float
+    uid: str
+    revision: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """What a decision remembers of earlier ones. A new operator starts with an empty one, which never makes a fleet shrink early."""
 
@@ -123,6 +133,9 @@ class Memory:
     metrics_lost_since: float | None = None
     foreign_replicas: tuple[float, int, str] | None = None  # (time, count, manager) of the last write to spec.replicas by somebody else
     capacity: tuple[tuple[str, tuple[CurvePoint, ...], float | None, float], ...] = ()  # revision -> curve, prefill rate, measured at
+    measured: tuple[str, ...] = ()  # instance ids whose measurements are in `capacity`
+    decisions: tuple[tuple[float, int], ...] = ()  # (time, count that pods follow from then on), oldest first
+    failures: tuple[Failure, ...] = ()  # of the last ten minutes
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from decodefleet_operator import autoscale, backoff, capacity, clamps, drain, events, judge, placement, rollout, sla, status
 from decodefleet_operator import conditions as c
-from decodefleet_operator import drain, judge, placement, rollout, sla, status
-from decodefleet_operator.api import Spec, Status
+from decodefleet_operator.api import Autoscaling, AutoscalingStatus, Status
 from decodefleet_operator.fleet import Fleet, classify, served
-from decodefleet_operator.observation import Observation, PodView
-from decodefleet_operator.planning import Event, Plan, PodRef, RuntimeConfig
+from decodefleet_operator.observation import Memory, Observation, PodView
+from decodefleet_operator.planning import Plan, PodRef, RuntimeConfig
 from decodefleet_operator.unsupported import unsupported
+
+SOONEST, LATEST = 0.5, 10.0  # seconds until the next look
 
 
 def plan(observation: Observation, now: float) -> Plan:
@@ -19,48 +21,26 @@ def plan(observation: Observation, now: float) -> Plan:
     fleet = classify(observation, now)
     if observation.error is not None:
         return _refused(observation, fleet, now)
-    resource, spec = observation.resource, observation.resource.spec
+    spec = observation.resource.spec
     found = unsupported(spec)
     frozen = spec.suspend or any(feature.blocking for feature in found)
     objectives = spec.sla.objectives if spec.sla else []
     ledger = sla.advance(observation.ledger, objectives, observation.pods, observation.loads, spec.drain_timeout, now)
-    observation = replace(observation, ledger=ledger)
+    observation = replace(observation, ledger=ledger, memory=_remembered(observation, fleet, now))
 
-    wanted = spec.replicas
-    verdict = judge.judge(observation, fleet, wanted, found, now)
+    decision = autoscale.decide(observation, fleet, frozen, now)
+    verdict = judge.judge(observation, fleet, decision.count, found, now)
+    blocked = "spec.suspend" if spec.suspend else next((feature.message for feature in found if feature.blocking), verdict.blocked)
     draft = Plan(
-        status=status.build(observation, fleet, verdict.conditions, None, None, now),
+        status=status.build(observation, fleet, verdict.conditions, _with_block(decision.status, blocked), decision, now),
         ledger=ledger,
-        memory=observation.memory,
-        revisit_after=1.0 if verdict.moving else 10.0,
+        memory=decision.memory,
+        replicas=decision.count if decision.status is not None and decision.count != spec.replicas else None,
+        events=tuple(events.scaled(decision)),
     )
-    if frozen:
-        return draft
-
-    config = RuntimeConfig(resource.metadata.generation, tuple(objectives), spec.engine.batching.max_waiting, spec.drain_timeout)
-    moves = rollout.moves(fleet, observation.revision, wanted, _limit(spec, wanted), spec.rollout, verdict.replace_in_place)
-    stuck = placement.waiting_too_long(fleet.supply, now)
-    profile, room = placement.choose(spec.resources.placements, observation.pods, (pod.placement for pod in stuck), moves.create)
-    create = names(resource.metadata.name, observation.revision, observation.pods, min(room, moves.create))
-    gone = [pod for pod in fleet.draining if drain.drained(pod, fleet.loads.get(pod.name), spec.drain_timeout, now)]
-    leave = [pod for pod in moves.remove if served(pod, fleet.loads.get(pod.name))]
-    drop = [pod for pod in moves.remove if not served(pod, fleet.loads.get(pod.name))]
-    lost = [pod for pod in fleet.lost if pod.deleted_at is None]
-    going = {pod.name for pod in gone}
-    remind = [pod for pod in drain.to_remind(fleet) if pod.name not in going]
-    removed = {pod.name for pod in moves.remove}
-    staying = [pod for pod in fleet.supply if pod.name not in removed]
-    return replace(
-        draft,
-        create=create,
-        placement=profile,
-        configure=_refs(pod for pod in staying if _generation(fleet, pod, below=config.generation)),
-        config=config,
-        serve=_refs(pod for pod in staying if _may_serve(fleet, pod, config.generation)),
-        drain=_refs((*leave, *remind)),
-        delete=_refs((*gone, *fleet.ended, *drop, *lost)),
-        events=tuple(_events(create, leave, gone, drop, fleet, now)),
-    )
+    if not frozen:
+        draft = _pods(draft, observation, fleet, decision.count, verdict.replace_in_place, now)
+    return replace(draft, revisit_after=_revisit(draft, observation, fleet, verdict.moving and not frozen, decision.count, now))
 
 
 def names(name: str, revision: str, pods: Iterable[PodView], count: int) -> tuple[str, ...]:
@@ -75,16 +55,59 @@ def names(name: str, revision: str, pods: Iterable[PodView], count: int) -> tupl
     return tuple(chosen)
 
 
-def _limit(spec: Spec, wanted: int) -> int:
-    return spec.autoscaling.max_replicas if spec.autoscaling else wanted
+def _remembered(observation: Observation, fleet: Fleet, now: float) -> Memory:
+    """The memory with what this observation adds to it."""
+    memory = clamps.until_now(observation.memory, now)
+    memory = capacity.remember(memory, observation.pods, fleet.loads, observation.revision, now)
+    ready = [pod for pod in fleet.supply if pod.ready]
+    unknown = any(pod.name not in fleet.loads for pod in ready) or (observation.resource.spec.autoscaling is not None and observation.short is None)
+    since = memory.metrics_lost_since if memory.metrics_lost_since is not None else now
+    return replace(
+        memory,
+        metrics_lost_since=since if ready and unknown else None,
+        failures=backoff.remember(memory.failures, fleet.ended, now),
+    )
 
 
-def _generation(fleet: Fleet, pod: PodView, below: int) -> bool:
+def _pods(draft: Plan, observation: Observation, fleet: Fleet, wanted: int, in_place: bool, now: float) -> Plan:
+    """The writes to pods and agents."""
+    spec, name = observation.resource.spec, observation.resource.metadata.name
+    generation = observation.resource.metadata.generation
+    objectives = tuple(spec.sla.objectives) if spec.sla else ()
+    limit = spec.autoscaling.max_replicas if spec.autoscaling else wanted
+    moves = rollout.moves(fleet, observation.revision, wanted, limit, spec.rollout, in_place)
+    waits = now < backoff.until(draft.memory.failures, observation.revision, wanted)
+    stuck = placement.waiting_too_long(fleet.supply, now)
+    profile, room = placement.choose(spec.resources.placements, observation.pods, (pod.placement for pod in stuck), moves.create)
+    create = names(name, observation.revision, observation.pods, 0 if waits else min(room, moves.create))
+
+    done = [pod for pod in fleet.draining if drain.drained(pod, fleet.loads.get(pod.name), spec.drain_timeout, now)]
+    leave = [pod for pod in moves.remove if served(pod, fleet.loads.get(pod.name))]
+    drop = [pod for pod in moves.remove if not served(pod, fleet.loads.get(pod.name))]
+    lost = [pod for pod in fleet.lost if pod.deleted_at is None]
+    over = {pod.name for pod in (*done, *moves.remove)}
+    remind = [pod for pod in drain.to_remind(fleet) if pod.name not in over]
+    staying = [pod for pod in fleet.supply if pod.name not in over]
+    return replace(
+        draft,
+        create=create,
+        placement=profile if create else None,
+        config=RuntimeConfig(generation, objectives, spec.engine.batching.max_waiting, spec.drain_timeout),
+        configure=_refs(pod for pod in staying if _outdated(fleet, pod, generation)),
+        serve=_refs(pod for pod in staying if _may_serve(fleet, pod, generation)),
+        drain=_refs((*leave, *remind)),
+        delete=_refs((*done, *fleet.ended, *drop, *lost)),
+        events=(*draft.events, *events.of_pods(create, leave, done, drop, lost, fleet, now)),
+    )
+
+
+def _outdated(fleet: Fleet, pod: PodView, generation: int) -> bool:
     load = fleet.loads.get(pod.name)
-    return load is not None and load.generation < below
+    return load is not None and load.generation < generation
 
 
 def _may_serve(fleet: Fleet, pod: PodView, generation: int) -> bool:
+    """Its engine is warm, and it counts at the objectives as they are now."""
     load = fleet.loads.get(pod.name)
     return pod.ready and not pod.serving and load is not None and load.state == "SERVING" and load.generation >= generation
 
@@ -93,42 +116,42 @@ def _refs(pods: Iterable[PodView]) -> tuple[PodRef, ...]:
     return tuple(PodRef(pod.name, pod.uid, pod.resource_version) for pod in pods)
 
 
+def _with_block(shown: AutoscalingStatus | None, blocked: str | None) -> AutoscalingStatus | None:
+    return shown.model_copy(update={"blocked_by": blocked[:256]}) if shown is not None and blocked is not None else shown
+
+
+def _revisit(draft: Plan, observation: Observation, fleet: Fleet, moving: bool, wanted: int, now: float) -> float:
+    """Seconds until something may change by itself."""
+    spec = observation.resource.spec
+    times = list(_deadlines(draft.memory, observation, fleet, wanted, spec.drain_timeout, spec.autoscaling))
+    soonest = min((at - now for at in times if at > now), default=LATEST)
+    if moving or draft.replicas is not None:
+        soonest = min(soonest, 1.0)
+    return min(max(soonest, SOONEST), LATEST)
+
+
+def _deadlines(
+    memory: Memory, observation: Observation, fleet: Fleet, wanted: int, drain_timeout: float, policy: Autoscaling | None
+) -> Iterator[float]:
+    yield backoff.until(memory.failures, observation.revision, wanted)
+    for pod in fleet.draining:
+        yield (pod.draining_since or 0.0) + drain_timeout
+    for pod in fleet.supply:
+        if pod.unschedulable_since is not None:
+            yield pod.unschedulable_since + placement.PATIENCE
+    if policy is not None:
+        yield from clamps.deadlines(policy, memory)
+
+
 def _refused(observation: Observation, fleet: Fleet, now: float) -> Plan:
     """The resource is malformed: say so, and touch nothing."""
     resource = observation.resource
     before = resource.status or Status()
-    kept = [x for x in before.conditions if x.type not in (c.READY, c.DEGRADED)]
     verdict = [
         c.condition(c.READY, False, c.INVALID_SPEC, "the resource cannot be read; see Degraded"),
-        *kept,
+        *(condition for condition in before.conditions if condition.type not in (c.READY, c.DEGRADED)),
         c.condition(c.DEGRADED, True, c.INVALID_SPEC, observation.error or ""),
     ]
     stamped = c.stamped(verdict, before.conditions, resource.metadata.generation, now)
     shown = before.model_copy(update={**status.counts(observation, fleet), "conditions": stamped})
     return Plan(status=shown, ledger=observation.ledger, memory=observation.memory)
-
-
-def _events(
-    create: tuple[str, ...], leave: list[PodView], gone: list[PodView], drop: list[PodView], fleet: Fleet, now: float
-) -> Iterable[Event]:
-    if create:
-        yield Event("Normal", c.CREATING, f"creating {_list(create)}")
-    if leave:
-        yield Event("Normal", c.DRAINING, f"draining {_list(pod.name for pod in leave)}")
-    for pod in gone:
-        load = fleet.loads.get(pod.name)
-        since = now - (pod.draining_since or now)
-        if load is not None and load.running + load.waiting == 0:
-            yield Event("Normal", c.DRAINED, f"{pod.name} finished its streams after {since:.0f} s")
-        else:
-            left = f"{load.running + load.waiting} requests" if load is not None else "an unknown number of requests"
-            yield Event("Warning", c.DRAIN_TIMEOUT, f"{pod.name} is deleted after {since:.0f} s of draining with {left} left")
-    if drop:
-        yield Event("Normal", c.DELETING, f"deleting {_list(pod.name for pod in drop)}, which never served")
-    for pod in fleet.ended:
-        yield Event("Warning", c.POD_ENDED, f"{pod.name} ended ({pod.phase}): {pod.problem or 'no message'}"[:1024])
-
-
-def _list(items: Iterable[str]) -> str:
-    items = list(items)
-    return ", ".join(items[:8]) + (f" and {len(items) - 8} more" if len(items) > 8 else "")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from decodefleet_operator import conditions as c
 from decodefleet_operator import cost
 from decodefleet_operator.api import AutoscalingStatus, CapacityStatus, ColdStart, Condition, PodStatus, Status
+from decodefleet_operator.autoscale import Decision
 from decodefleet_operator.fleet import Fleet, available
 from decodefleet_operator.observation import Load, Observation, PodView
 from decodefleet_operator.sla import sla_status
@@ -19,10 +20,10 @@ def build(
     fleet: Fleet,
     conditions: Sequence[Condition],
     autoscaling: AutoscalingStatus | None,
-    capacity: CapacityStatus | None,
+    decision: Decision,
     now: float,
 ) -> Status:
-    """The whole status. Numbers that are not known are absent."""
+    """The whole status; `autoscaling` is the decision's, with what blocks it. Numbers that are not known are absent."""
     resource = observation.resource
     spec = resource.spec
     rate = observation.short.generated_tokens if observation.short is not None else None
@@ -33,7 +34,7 @@ def build(
         conditions=c.stamped(conditions, resource.status.conditions if resource.status else (), resource.metadata.generation, now),
         sla=sla_status(observation.ledger, spec.sla, fleet.loads.values(), now) if spec.sla else None,
         autoscaling=autoscaling,
-        capacity=capacity,
+        capacity=_capacity(decision),
         cost=cost.cost_status(hourly, rate, spec.cost.currency if spec.cost else "USD"),
         pods=[pod_status(pod, fleet.loads.get(pod.name)) for pod in _first(observation.pods)],
     )
@@ -81,6 +82,15 @@ def phase(pod: PodView) -> str:
     if pod.ready:
         return "Ready"
     return "Starting" if pod.started_at is not None or pod.phase == "Running" else "Pending"
+
+
+def _capacity(decision: Decision) -> CapacityStatus | None:
+    if decision.capacity is None or decision.operating is None:
+        return None
+    point = decision.operating.point
+    return CapacityStatus(
+        tokens_per_second=round(point.tokens_per_second, 1), measured_at=c.timestamp(decision.capacity.measured_at), batch=point.batch
+    )
 
 
 def _first(pods: Iterable[PodView]) -> list[PodView]:
