@@ -162,10 +162,15 @@ class Cluster:
             return "ok" if status.get("succeeded") else "failed" if status.get("failed") else None
 
         outcome = self.until(f"load {name} ended", ended, seconds)
-        lines = self.kubectl("logs", f"job/{name}").splitlines()
-        assert outcome == "ok", f"load {name} failed:\n" + "\n".join(lines[-40:])
+        text = self.kubectl("logs", f"job/{name}")
+        assert outcome == "ok", f"load {name} failed:\n{text[-4000:]}"
         self.kubectl("delete", "job", name, "--wait=false")
-        return [SimpleNamespace(**json.loads(line)) for line in lines]
+        return [SimpleNamespace(**line) for line in map(json.loads, text.splitlines()) if "outcome" in line]
+
+    def begun(self, name: str) -> set[str]:
+        """The agents that have begun to answer a running load."""
+        lines = map(json.loads, self.kubectl("logs", f"job/{name}", "--tail=-1").splitlines())
+        return {line["instance"] for line in lines if "begun" in line}
 
     def watch_pods(self) -> PodWatch:
         return PodWatch(self.kubectl_program, self.namespace, FLEET)
@@ -191,7 +196,8 @@ def cluster() -> Iterator[Cluster]:
     cluster = Cluster(kubectl, helm)
     cluster.run(kubectl, "create", "namespace", NAMESPACE)
     try:
-        cluster.until("the namespace's default account", lambda: "default" in cluster.kubectl("get", "serviceaccounts", "-o", "name"))
+        made_by_kubernetes = {"serviceaccount/default", "configmap/kube-root-ca.crt"}
+        cluster.until("the namespace is furnished", lambda: made_by_kubernetes <= cluster.owned())
         yield cluster
     finally:
         cluster.run(kubectl, "delete", "namespace", NAMESPACE, "--wait=false")
@@ -232,3 +238,11 @@ def state_of(cluster: Cluster) -> str:
         done = subprocess.run([cluster.kubectl_program, "-n", cluster.namespace, *command], capture_output=True, text=True, timeout=60)
         parts.append(f"$ kubectl {' '.join(command)}\n{done.stdout}{done.stderr}")
     return "\n".join(parts)
+
+
+@pytest.fixture(scope="session")
+def grpcurl() -> str:
+    found = program("grpcurl")
+    if found is None:
+        pytest.skip("grpcurl neither in KUBEBUILDER_ASSETS nor on PATH")
+    return found

@@ -51,7 +51,9 @@ async def request(stub: decoding_pb2_grpc.DecodingStub, name: str, prompt: int, 
         result.attempt_started, clock = time.time(), time.monotonic()
         try:
             async for response in stub.Generate(message, timeout=deadline, wait_for_ready=True):
-                result.instance = result.instance or response.start.instance_id
+                if not result.instance and response.start.instance_id:
+                    result.instance = response.start.instance_id
+                    print(json.dumps({"begun": name, "instance": result.instance}), flush=True)
                 for delta in response.deltas:
                     if delta.token_ids and result.ttft is None:
                         result.ttft = time.monotonic() - clock
@@ -83,7 +85,7 @@ def addresses(target: str) -> set[str]:
 
 
 class Load:
-    """Keeps `concurrency` requests open, or sends bursts of that size, until the condition for its end holds."""
+    """Sends `first` requests at once, and keeps `concurrency` more open, or sends bursts of that size, until the condition for the end holds."""
 
     def __init__(self, stub: decoding_pb2_grpc.DecodingStub, args: argparse.Namespace) -> None:
         self.stub, self.args = stub, args
@@ -91,12 +93,12 @@ class Load:
         self.instances: set[str] = set()
         self.began = time.monotonic()
 
-    async def one(self) -> None:
+    async def one(self, max_tokens: int) -> None:
         number, self.sent = self.sent, self.sent + 1
         args = self.args
         # Every tenth request of a run with a deadline has it, so that some are late and most are not.
         deadline = args.deadline if args.deadline and number % 10 == 9 else None
-        result = await request(self.stub, f"{args.name}-{number}", number % len(PROMPTS), args.max_tokens, deadline)
+        result = await request(self.stub, f"{args.name}-{number}", number % len(PROMPTS), max_tokens, deadline)
         if result.outcome == "ok":
             self.instances.add(result.instance)
         print(json.dumps(asdict(result)), flush=True)
@@ -113,14 +115,17 @@ class Load:
 
     async def worker(self) -> None:
         while not await self.over():
-            await self.one()
+            await self.one(self.args.max_tokens)
+            await asyncio.sleep(self.args.pause)
 
     async def run(self) -> None:
-        if not self.args.bursts:
-            await asyncio.gather(*(self.worker() for _ in range(self.args.concurrency)))
+        args = self.args
+        if not args.bursts:
+            first = [self.one(args.first_tokens) for _ in range(args.first)]
+            await asyncio.gather(*first, *(self.worker() for _ in range(args.concurrency)))
             return
         while not await self.over():
-            await asyncio.gather(*(self.one() for _ in range(min(self.args.concurrency, self.args.requests - self.sent))))
+            await asyncio.gather(*(self.one(args.max_tokens) for _ in range(min(args.concurrency, args.requests - self.sent))))
 
 
 async def main() -> None:
@@ -129,6 +134,9 @@ async def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between an answer and the next request")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--first-tokens", type=int, default=16)
     parser.add_argument("--bursts", action="store_true")
     parser.add_argument("--deadline", type=float)
     parser.add_argument("--timeout", type=float, default=240)
