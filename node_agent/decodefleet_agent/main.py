@@ -17,8 +17,8 @@ _TERMINATION_LOG = Path("/dev/termination-log")
 _BAD_CONFIG, _FAILED = 2, 1
 
 
-def main(argv: list[str] | None = None) -> int:
-    """0 after a drain, 1 if the agent failed, 2 if it cannot start as it is configured."""
+def main(argv: list[str] | None = None, engine: tuple[str, ...] | None = None) -> int:
+    """0 after a drain, 1 if the agent failed, 2 if it cannot start as it is configured. `engine` is another engine's command line."""
     parser = argparse.ArgumentParser(prog="decodefleet-agent", description="Serves one model over gRPC.")
     parser.add_argument("--config", metavar="FILE", help="JSON of AgentConfig; without it the variable DECODEFLEET_CONFIG holds the JSON")
     arguments = parser.parse_args(argv)
@@ -28,11 +28,12 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         return _complain(str(error), _BAD_CONFIG)
 
+    from decodefleet_agent.server.engine_link import ENGINE
     from decodefleet_agent.server.errors import StartupError
     from decodefleet_agent.server.service import Failure, Service
 
     async def run() -> None:
-        await Service(config).run()
+        await Service(config, engine or ENGINE).run()
 
     try:
         asyncio.run(run())

@@ -17,6 +17,7 @@ from decodefleet_agent.messages import Cancel, Commands, Failed, Output, Progres
 
 log = logging.getLogger(__name__)
 
+ENGINE = (sys.executable, "-m", "decodefleet_agent.engine")
 _STOP_PATIENCE = 10.0  # seconds that the engine gets to end by itself
 
 
@@ -59,11 +60,11 @@ class EngineLink:
     def __init__(
         self,
         config: AgentConfig,
+        command: tuple[str, ...],
         *,
         on_progress: Callable[[Progress], None],
         on_ready: Callable[[Ready], None],
         on_stats: Callable[[Stats], None],
-        command: tuple[str, ...] = (sys.executable, "-m", "decodefleet_agent.engine"),
     ) -> None:
         self._config, self._command = config, command
         self._on_progress, self._on_ready, self._on_stats = on_progress, on_ready, on_stats

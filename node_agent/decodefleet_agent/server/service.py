@@ -35,15 +35,15 @@ class Failure(Exception):
 
 
 class Service:
-    """Owns servers, engine and agent state of one process."""
+    """Owns servers, engine and agent state of one process. `engine` is the engine's command line, which gets its socket's number."""
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, engine: tuple[str, ...]) -> None:
         self.config = config
         self.agent = Agent(config)
         self.health = Health()
         self.probes = Probes(self.agent)
         self.link = EngineLink(
-            config, on_progress=self.agent.observe_progress, on_ready=self._on_ready, on_stats=self.agent.observe_stats
+            config, engine, on_progress=self.agent.observe_progress, on_ready=self._on_ready, on_stats=self.agent.observe_stats
         )
         self.serving, self.control = ports.serving_server(), ports.control_server()
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
