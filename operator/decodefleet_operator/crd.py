@@ -31,12 +31,20 @@ RULES: dict[str, list[tuple[str, str]]] = {
         )
     ],
     "Rollout": [
-        ("self.maxSurge > 0 || self.maxUnavailable > 0", "maxSurge and maxUnavailable are both 0, so no pod could ever be replaced; raise one")
+        (
+            "self.maxSurge > 0 || self.maxUnavailable > 0",
+            "maxSurge and maxUnavailable are both 0, so no pod could ever be replaced; raise one",
+        )
     ],
 }
 
 # Lists whose entries server-side apply merges by this field.
-LIST_KEYS = {("Sla", "objectives"): "name", ("SlaStatus", "objectives"): "name", ("Status", "conditions"): "type", ("Status", "pods"): "name"}
+LIST_KEYS = {
+    ("Sla", "objectives"): "name",
+    ("SlaStatus", "objectives"): "name",
+    ("Status", "conditions"): "type",
+    ("Status", "pods"): "name",
+}
 
 _KEPT = {
     "type", "description", "default", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",

@@ -1,0 +1,1 @@
+"""The Kubernetes backend: watches, writes, leader election and the operator's process."""
