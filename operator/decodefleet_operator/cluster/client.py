@@ -115,6 +115,7 @@ class ApiClient:
         headers = {"Accept": METADATA_ONLY} if metadata_only else {}
         while True:
             page = await self._send("GET", path, query, headers=headers, verb="LIST")
+            page["items"] = page.get("items") or []  # null where there are none
             yield page
             token = page["metadata"].get("continue")
             if not token:

@@ -27,6 +27,7 @@ def operator(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     import asyncio
+    import logging
 
     from kubernetes.config import ConfigException
 
@@ -34,6 +35,7 @@ def _run(args: argparse.Namespace) -> int:
     from decodefleet_operator.cluster.process import OptionError, Options, own_namespace, read_profiles, run
 
     logs.set_up(args.log_level)
+    logging.getLogger("kopf").setLevel(logging.WARNING)  # it tells of each event that it hands over
     namespace = None if args.all_namespaces else args.namespace or own_namespace()
     try:
         options = Options(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import uuid
 from datetime import UTC, datetime
 from typing import Any
 
@@ -127,7 +128,7 @@ def event(resource: DecoderDeployment, what: Event, now: float, reporter: str) -
     return {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
-        "metadata": {"namespace": namespace, "generateName": f"{name}."},
+        "metadata": {"namespace": namespace, "name": f"{name}.{uuid.uuid4().hex[:16]}"},
         "regarding": regarding,
         "type": what.type,
         "reason": what.reason,
