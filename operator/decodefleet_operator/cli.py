@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ def parser(points: dict[str, EntryPoint], chosen: str | None) -> argparse.Argume
                 raise
             subparsers.add_parser(name, help=f"not available: {error}", add_help=False)
             continue
-        about = (add.__doc__ or "").strip()
+        about = inspect.cleandoc(add.__doc__ or "")
         summary = about.splitlines()[0].rstrip(".") if about else ""
         add(subparsers.add_parser(name, help=summary, description=about, formatter_class=argparse.RawDescriptionHelpFormatter))
     return top

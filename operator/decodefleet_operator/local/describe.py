@@ -38,42 +38,33 @@ def describe(fleet: Fleet, snapshot: Snapshot) -> str:
 
 def _summary(fleet: Fleet, snapshot: Snapshot, resource: DecoderDeployment) -> str:
     spec, status, gateway = resource.spec, snapshot.status, snapshot.state.get("gateway", {})
-    engine = spec.engine
-    capacity = status.get("capacity") or {}
-    measured = capacity.get("tokensPerSecond")
+    batching, precision = spec.engine.batching, spec.engine.precision
+    counts = [
+        f"{status.get(field, 0)} {word}"
+        for field, word in (("replicas", "exist"), ("readyReplicas", "ready"), ("updatedReplicas", "updated"))
+    ]
     overdue = snapshot.state.get("reconcile", {}).get("overdue", 0)
     lines = [
         ("Name", fleet.name + (" (stopping)" if snapshot.info.get("stopping") else "")),
         ("Endpoint", dash(snapshot.endpoint)),
-        ("Age", f"{since(resource_created(snapshot))}, generation {resource.metadata.generation}"),
+        ("Age", f"{since(snapshot.created)}, generation {resource.metadata.generation}"),
         ("Model", spec.model.uri),
         ("Revision", dash(status.get("revision"))),
-        (
-            "Replicas",
-            f"{spec.replicas} desired, {status.get('replicas', 0)} exist, {status.get('readyReplicas', 0)} ready, {status.get('updatedReplicas', 0)} updated",
-        ),
-        (
-            "Engine",
-            f"maxBatch {engine.batching.max_batch}, chunk {engine.batching.chunk}, weights {engine.precision.weights}, KV cache {engine.precision.kv_cache}",
-        ),
-        (
-            "Capacity per replica",
-            f"{measured:g} tokens/s at batch {capacity.get('batch', '?')}, measured at warm-up" if measured else "not measured yet",
-        ),
-        ("Rate now", f"{status['tokensPerSecond']:g} tokens/s" if status.get("tokensPerSecond") is not None else "not known"),
+        ("Replicas", ", ".join([f"{spec.replicas} desired", *counts])),
+        ("Engine", f"maxBatch {batching.max_batch}, chunk {batching.chunk}, weights {precision.weights}, KV cache {precision.kv_cache}"),
+        ("Capacity per replica", _capacity(status.get("capacity") or {})),
+        ("Rate now", "not known" if (rate := status.get("tokensPerSecond")) is None else f"{rate:g} tokens/s"),
         ("Cost", _cost(status.get("cost") or {}, spec.cost.currency if spec.cost else "USD")),
-        (
-            "Gateway",
-            f"{gateway.get('open', 0)} open, {gateway.get('requests', 0)} requests, {gateway.get('retries', 0)} retries on another agent",
-        ),
+        ("Gateway", f"{gateway.get('open', 0)} open, {gateway.get('requests', 0)} requests, {gateway.get('retries', 0)} tried elsewhere"),
         ("Files", f"{fleet.path}"),
         ("Supervisor", f"process {snapshot.info.get('pid')}" + (f", a reconcile is overdue by {overdue}s" if overdue > 5 else "")),
     ]
     return "\n".join(f"{label + ':':<{WIDTH}} {value}" for label, value in lines)
 
 
-def resource_created(snapshot: Snapshot) -> str | None:
-    return snapshot.resource.get("metadata", {}).get("creationTimestamp")
+def _capacity(capacity: Json) -> str:
+    rate = capacity.get("tokensPerSecond")
+    return "not measured yet" if rate is None else f"{rate:g} tokens/s at batch {capacity.get('batch', '?')}, measured at warm-up"
 
 
 def _cost(cost: Json, currency: str) -> str:
@@ -107,7 +98,7 @@ def _autoscaling(snapshot: Snapshot, resource: DecoderDeployment) -> str:
     if spec is None:
         return "\nAutoscaling:           off; `decodefleet scale` sets the count"
     lines = [
-        f"\nAutoscaling:           {spec.mode}, {spec.min_replicas} to {spec.max_replicas} replicas at {spec.target_utilization:.0%} of capacity",
+        f"\nAutoscaling:           {spec.mode}, {spec.min_replicas} to {spec.max_replicas} replicas, each filled to {spec.target_utilization:.0%}",
         f"  Desired:             {dash(status.get('desired'))}" + (f", because {status['reason']}" if status.get("reason") else ""),
     ]
     if status.get("clampedBy"):
@@ -129,17 +120,9 @@ def _agents(snapshot: Snapshot) -> str:
     for agent in agents:
         pod = used.get(agent["name"], {})
         ports = "/".join(str(port) for port in agent["ports"]) if agent["ports"] else None
-        cells = [
-            agent["phase"],
-            agent["pid"],
-            ports,
-            agent["running"],
-            agent["waiting"],
-            pod.get("kvUsed"),
-            agent["restarts"],
-            agent["revision"],
-        ]
-        rows.append([agent["name"], *(dash(cell) for cell in cells), _cold_start(pod.get("coldStart") or {})])
+        work = [agent["running"], agent["waiting"], pod.get("kvUsed")]
+        cells = [agent["name"], agent["phase"], agent["pid"], ports, *work, agent["restarts"], agent["revision"]]
+        rows.append([*(dash(cell) for cell in cells), _cold_start(pod.get("coldStart") or {})])
     text = _section("Agents", rows)
     problems = [f"  ! {a['name']}: {a['problem']}" for a in agents if a["problem"] and a["readyAt"] is None]
     return "\n".join([text, *problems])

@@ -106,15 +106,8 @@ class Picture:
         table = Table.grid(padding=(0, 3))
         for label, text in _pointers(self._name, snapshot, self._detached):
             table.add_row(Text(label, style="dim"), Text(text, style="bold" if label in ("endpoint", "try") else ""))
-        self._console.print(
-            Group(
-                Text(),
-                Text.assemble(("✔ ", "green"), (self._name, "bold"), f" is ready after {seconds:.1f}s"),
-                Text(),
-                Padding(table, (0, 2)),
-            )
-        )
-        self._console.print()
+        headline = Text.assemble(("✔ ", "green"), (self._name, "bold"), f" is ready after {seconds:.1f}s")
+        self._console.print(Group(Text(), headline, Text(), Padding(table, (0, 2)), Text()))
 
     def note(self, text: str) -> None:
         self._console.print(text)
@@ -135,13 +128,8 @@ class Picture:
         table = Table.grid(padding=(0, 2))
         for agent in snapshot.agents:
             mark, style = _MARKS.get(agent.phase, (None, "cyan"))
-            work = "" if agent.running is None or agent.phase not in ("Serving", "Draining") else _work(agent)
-            table.add_row(
-                Text(mark, style=style) if mark else self._spinner,
-                agent.name,
-                Text(agent.phrase, style=style),
-                Text(work or _elapsed(agent), style="dim"),
-            )
+            left = Text(mark, style=style) if mark else self._spinner
+            table.add_row(left, agent.name, Text(agent.phrase, style=style), Text(_work(agent) or _elapsed(agent), style="dim"))
             if agent.problem and agent.phase == "Restarting":
                 table.add_row("", "", Text(agent.problem, style="red"), "")
         if not snapshot.agents:
@@ -167,6 +155,8 @@ def _pointers(name: str, snapshot: Snapshot, detached: bool) -> list[tuple[str, 
 
 
 def _work(agent: Agent) -> str:
+    if agent.running is None or agent.phase not in ("Serving", "Draining"):
+        return ""
     return f"{agent.running} running  {agent.waiting} waiting"
 
 

@@ -22,20 +22,13 @@ def run(args: argparse.Namespace) -> int:
         print(_text(items[0] if args.name else {"apiVersion": "v1", "kind": "List", "items": items}, args.output))
         return 0
     if snapshots:
-        print(
-            table(
-                [
-                    _header(args.output == "wide"),
-                    *(_row(fleet, s, args.output == "wide") for fleet, s in zip(alive, snapshots, strict=True)),
-                ]
-            )
-        )
+        wide = args.output == "wide"
+        print(table([_header(wide), *(_row(fleet, snapshot, wide) for fleet, snapshot in zip(alive, snapshots, strict=True))]))
     elif not dead:
         print("no fleet runs here; start one with `decodefleet up -f examples/smollm2.yaml`")
     for fleet in dead:
-        print(
-            f"{fleet.name} is not running any more: {look(fleet).info.get('error', 'its supervisor was killed')}. `decodefleet down {fleet.name}` clears it"
-        )
+        why = look(fleet).info.get("error", "its supervisor was killed")
+        print(f"{fleet.name} is not running any more: {why}; `decodefleet down {fleet.name}` clears what it left")
     return 0
 
 
@@ -59,7 +52,7 @@ def _row(fleet: Fleet, snapshot: Snapshot, wide: bool) -> Row:
         dash((status.get("sla") or {}).get("attainment")),
         dash(status.get("tokensPerSecond")),
         dash((status.get("cost") or {}).get("perMillionTokens")),
-        since(snapshot.resource.get("metadata", {}).get("creationTimestamp")),
+        since(snapshot.created),
     ]
     if wide:
         state = "Stopping" if snapshot.info.get("stopping") else ready["reason"] if ready else None

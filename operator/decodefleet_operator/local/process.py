@@ -25,7 +25,7 @@ LONGEST_BACKOFF = 30.0
 HEALTHY_AFTER = 10.0  # seconds as ready after which an end is no start-up failure
 POLL = 0.05
 _TAIL = 16384  # bytes of the log that are searched for the last words
-_LOG_PREFIX = re.compile(r"^(\S*(Error|Exception)|error|fatal|critical)[:\s]+", re.IGNORECASE)
+_LOG_PREFIX = re.compile(r"^(decodefleet-agent|\S*(Error|Exception)|error|fatal|critical):\s+", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def most_replicas(spec: Spec) -> int:
 
 
 def revision(spec: Spec) -> str:
-    """A hash of what an agent cannot be told while it runs. Threads that follow from the replica count stay out: `scale` restarts nothing."""
+    """A hash of what an agent cannot be told while it runs. Threads by the replica count stay out: `scale` restarts nothing."""
     told: dict[str, Any] = agent_config(spec).model_dump(mode="json", exclude={"drain_timeout"})
     told["engine"]["batching"].pop("max_waiting")
     told["cpu"] = spec.resources.cpu

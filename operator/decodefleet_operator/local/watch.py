@@ -52,6 +52,10 @@ class Snapshot:
         return self.resource.get("status") or {}
 
     @property
+    def created(self) -> str | None:
+        return self.resource.get("metadata", {}).get("creationTimestamp")
+
+    @property
     def endpoint(self) -> str | None:
         return self.info.get("endpoint")
 
@@ -72,11 +76,9 @@ class Snapshot:
     @property
     def ready(self) -> bool:
         """Whether the fleet is what the newest spec asks for."""
-        generation = self.resource.get("metadata", {}).get("generation")
+        current = self.status.get("observedGeneration") == self.resource.get("metadata", {}).get("generation")
         ready = self.condition("Ready")
-        return (
-            ready is not None and ready["status"] == "True" and self.status.get("observedGeneration") == generation and bool(self.endpoint)
-        )
+        return current and ready is not None and ready["status"] == "True" and self.endpoint is not None
 
     @property
     def failure(self) -> str | None:
