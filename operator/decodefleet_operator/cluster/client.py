@@ -59,6 +59,12 @@ def load_configuration() -> kubernetes.client.Configuration:
     return configuration
 
 
+def authorization(configuration: kubernetes.client.Configuration) -> str | None:
+    """The header `Authorization`, of a token that is renewed where it has expired. Its key depends on the version of the package."""
+    token: str | None = configuration.get_api_key_with_prefix("BearerToken") or configuration.get_api_key_with_prefix("authorization")
+    return token
+
+
 class ApiClient:
     """Requests to one API server. Use as `async with`."""
 
@@ -69,15 +75,15 @@ class ApiClient:
         count: Counter = lambda verb, status: None,
         timeout: float = _TIMEOUT,
     ) -> None:
-        self._configuration = configuration
+        self.configuration = configuration
         self._may_write = may_write
         self._count = count
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> ApiClient:
-        connector = aiohttp.TCPConnector(ssl=_tls(self._configuration), limit=64)
-        self._session = aiohttp.ClientSession(self._configuration.host.rstrip("/"), connector=connector)
+        connector = aiohttp.TCPConnector(ssl=_tls(self.configuration), limit=64)
+        self._session = aiohttp.ClientSession(self.configuration.host.rstrip("/"), connector=connector)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -177,9 +183,7 @@ class ApiClient:
         return self._session
 
     def _headers(self) -> dict[str, str]:
-        # The call also renews a token that has expired. Its key depends on the version of the kubernetes package.
-        configuration = self._configuration
-        token = configuration.get_api_key_with_prefix("BearerToken") or configuration.get_api_key_with_prefix("authorization")
+        token = authorization(self.configuration)
         headers = {"Accept": "application/json", "User-Agent": FIELD_MANAGER}
         return headers | ({"Authorization": token} if token else {})
 

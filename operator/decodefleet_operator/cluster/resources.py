@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import kopf
+import kubernetes.client
 
 from decodefleet_operator.api import API_VERSION, GROUP, PLURAL, VERSION
-from decodefleet_operator.cluster.client import OUTAGE, ApiClient, ApiError, Object, object_path
+from decodefleet_operator.cluster.client import OUTAGE, ApiClient, ApiError, Object, authorization, object_path
 from decodefleet_operator.cluster.views import Parsed, parse_resource
 from decodefleet_operator.observation import Key
 
@@ -117,7 +118,7 @@ class Watch:
 
             def body(stop: threading.Event = stop, ended: asyncio.Event = ended) -> None:
                 try:
-                    asyncio.run(_operate(self._hear(loop), self._namespace, stop))
+                    asyncio.run(_operate(self._hear(loop), self._api.configuration, self._namespace, stop))
                 except Exception:
                     log.exception("the watch of resources failed; beginning anew")
                 finally:
@@ -146,10 +147,13 @@ class _Forever:
         return itertools.chain((0.2, 0.5, 1.0, 2.0), itertools.repeat(_LONGEST_BACKOFF))
 
 
-async def _operate(feed: Feed, namespace: str | None, stop: threading.Event) -> None:
+async def _operate(feed: Feed, configuration: kubernetes.client.Configuration, namespace: str | None, stop: threading.Event) -> None:
     """kopf with one event handler: no finalizer, no timers, no state on the resource, no peers."""
     registry = kopf.OperatorRegistry()
-    kopf.on.login(registry=registry)(kopf.login_via_client)
+
+    @kopf.on.login(registry=registry)
+    def login(**_: Any) -> kopf.ConnectionInfo:
+        return _connection(configuration)
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
     async def handle(event: Any, **_: Any) -> None:
@@ -162,6 +166,20 @@ async def _operate(feed: Feed, namespace: str | None, stop: threading.Event) -> 
         clusterwide=namespace is None,
         namespaces=[namespace] if namespace else (),
         stop_flag=stop,
+    )
+
+
+def _connection(configuration: kubernetes.client.Configuration) -> kopf.ConnectionInfo:
+    """kopf connects as ApiClient does."""
+    scheme, _, token = (authorization(configuration) or "").partition(" ")
+    return kopf.ConnectionInfo(
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert,
+        insecure=not configuration.verify_ssl,
+        scheme=scheme or None,
+        token=token or None,
+        certificate_path=configuration.cert_file,
+        private_key_path=configuration.key_file,
     )
 
 
