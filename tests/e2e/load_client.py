@@ -85,7 +85,7 @@ def addresses(target: str) -> set[str]:
 
 
 class Load:
-    """Sends `first` requests at once, and keeps `concurrency` more open, or sends bursts of that size, until the condition for the end holds."""
+    """Sends `first` requests at once and keeps `concurrency` more open, or sends bursts of that size, until the end is reached."""
 
     def __init__(self, stub: decoding_pb2_grpc.DecodingStub, args: argparse.Namespace) -> None:
         self.stub, self.args = stub, args
