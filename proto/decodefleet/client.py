@@ -71,7 +71,8 @@ def build_request(prompt: Input, *, request_id: str = "", priority: int = 0, **s
     """
     unknown = sampling.keys() - pb.Sampling.DESCRIPTOR.fields_by_name.keys()
     if unknown:
-        raise ValueError(f"{', '.join(sorted(unknown))}: not a field of Sampling; it has {', '.join(pb.Sampling.DESCRIPTOR.fields_by_name)}")
+        known = ", ".join(pb.Sampling.DESCRIPTOR.fields_by_name)
+        raise ValueError(f"{', '.join(sorted(unknown))}: not a field of Sampling; it has {known}")
     given = {name: value for name, value in sampling.items() if value is not None}
     request = pb.GenerateRequest(request_id=request_id, priority=priority, sampling=pb.Sampling(**given))
     if isinstance(prompt, str):
@@ -103,8 +104,10 @@ class Client:
         self._stub = decoding_pb2_grpc.DecodingStub(self._channel)
         self.retries = 0
 
-    def stream(self, request: pb.GenerateRequest, *, timeout: float | None = None) -> Iterator[pb.GenerateResponse]:
-        """The responses as they come; closing the iterator cancels the request. Raises grpc.RpcError."""
+    def stream(
+        self, request: pb.GenerateRequest, *, timeout: float | None = None, result: Result | None = None
+    ) -> Iterator[pb.GenerateResponse]:
+        """The responses as they come; closing the iterator cancels the request. `result` is filled along the way. Raises grpc.RpcError."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for attempt in range(MAX_RETRIES + 1):
             call = self._stub.Generate(request, timeout=None if deadline is None else deadline - time.monotonic())
@@ -112,6 +115,8 @@ class Client:
             try:
                 for response in call:
                     started = True
+                    if result is not None:
+                        result.add(response)
                     yield response
                 return
             except grpc.RpcError as error:
@@ -120,6 +125,8 @@ class Client:
             finally:
                 call.cancel()
             self.retries += 1
+            if result is not None:
+                result.retries += 1
             time.sleep(_pause(attempt))
 
     def generate(self, prompt: Input, *, timeout: float | None = None, **fields: Any) -> Iterator[str]:
@@ -131,10 +138,9 @@ class Client:
 
     def complete(self, prompt: Input, *, timeout: float | None = None, **fields: Any) -> Result:
         """The whole answer."""
-        result, before = Result(), self.retries
-        for response in self.stream(build_request(prompt, **fields), timeout=timeout):
-            result.add(response)
-        result.retries = self.retries - before
+        result = Result()
+        for _ in self.stream(build_request(prompt, **fields), timeout=timeout, result=result):
+            pass
         return result
 
     def model(self, *, timeout: float | None = None) -> pb.GetModelResponse:

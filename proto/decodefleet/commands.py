@@ -59,8 +59,7 @@ def _stream(endpoint: str, prompt: str | list[tuple[str, str]], args: argparse.N
         except (ValueError, TypeError) as error:
             return _complain(f"the request cannot be built: {error}", code=2)
         try:
-            for response in client.stream(request, timeout=args.timeout):
-                result.add(response)
+            for response in client.stream(request, timeout=args.timeout, result=result):
                 sys.stdout.write("".join(delta.text for delta in response.deltas))
                 sys.stdout.flush()
         except KeyboardInterrupt:
@@ -72,18 +71,18 @@ def _stream(endpoint: str, prompt: str | list[tuple[str, str]], args: argparse.N
             return _complain(_explain(error, endpoint))
         print()
         if args.stats and result.usage is not None:
-            print(_stats(result, client.retries), file=sys.stderr)
+            print(_stats(result), file=sys.stderr)
     return 0
 
 
-def _stats(result: Result, retries: int) -> str:
+def _stats(result: Result) -> str:
     usage = result.usage
     assert usage is not None
     rate = (usage.completion_tokens - 1) / usage.decode_time if usage.decode_time > 0 else None
     speed = "" if rate is None else f" ({rate:.1f} tok/s)"
     return (
         f"prompt {usage.prompt_tokens} tokens ({usage.cached_prompt_tokens} cached), answer {usage.completion_tokens}{speed}; "
-        f"first token after {usage.time_to_first_token:.2f} s, seed {result.seed}, retries {retries}"
+        f"first token after {usage.time_to_first_token:.2f} s, seed {result.seed}, retries {result.retries}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -16,8 +16,8 @@ from decodefleet_agent.text.errors import TextError
 class Tokenizer:
     """`token_bytes` has one entry per token id; control tokens are empty there."""
 
-    fast: FastTokenizer
-    token_bytes: tuple[bytes, ...]
+    fast: FastTokenizer = field(repr=False)
+    token_bytes: tuple[bytes, ...] = field(repr=False)
     chat_template: ChatTemplate | None
 
     def encode(self, text: str) -> list[int]:
