@@ -169,24 +169,17 @@ class Controller:
         await self._backend.apply(key, plan)
         remembered.applied = True
         self.reconciles += 1
-        return await self._tell_agents(key, known, plan, observation)
+        return await self._tell_agents(key, known, plan)
 
-    async def _tell_agents(self, key: Key, known: Known, plan: Plan, observation: Observation) -> float:
-        """Configure and Drain, after the writes. An agent that missed Drain is told again for as long as it is marked as draining."""
-        pods = {pod.name: pod for pod in known.pods}
-        deaf = [
-            pod.name
-            for pod in known.pods
-            if pod.draining_since is not None and pod.deleted_at is None and _state(observation, pod.name) != "DRAINING"
-        ]
-        drain = dict.fromkeys([*(ref.name for ref in plan.drain), *deaf])
+    async def _tell_agents(self, key: Key, known: Known, plan: Plan) -> float:
+        """Configure and Drain, after the writes. Returns the seconds until the next look; plan() asks again for what an agent missed."""
         failures = await carry(
             self._client,
-            pods,
+            {pod.name: pod for pod in known.pods},
             known.control_token,
             [ref.name for ref in plan.configure],
             plan.config,
-            drain,
+            [ref.name for ref in plan.drain],
             known.resource.spec.drain_timeout,
         )
         if not failures:
@@ -214,8 +207,3 @@ def observe(known: Known, key: Key, sampler: Sampler, memory: Memory, ledger: Le
         error=known.error,
         warnings=known.warnings,
     )
-
-
-def _state(observation: Observation, pod: str) -> str | None:
-    load = observation.loads.get(pod)
-    return load.state if load else None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from decodefleet.config import AgentConfig
+from decodefleet.units import format_duration
 
 from decodefleet_operator.api import Spec
 
@@ -27,7 +28,7 @@ def agent_config(spec: Spec, token: Path | None = None) -> AgentConfig:
         control_port=0,
         http_port=0,
         control_token_file=str(token) if token else None,
-        drain_timeout=f"{round(spec.drain_timeout * 1000)}ms",
+        drain_timeout=format_duration(spec.drain_timeout),
     )
 
 
