@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(
-    0, str(Path(__file__).parent)
-)  # the helpers beside this file; a package here would shadow the standard library's `operator`
+# The helpers beside this file. A package here would shadow the standard library's `operator`.
+sys.path.insert(0, str(Path(__file__).parent))
 
 from control_plane import ControlPlane, missing
 from decodefleet_operator.cluster.client import ApiClient, ApiError, object_path

@@ -102,14 +102,10 @@ class ControlPlane:
         return path
 
     def stop(self) -> None:
+        """At once: nothing of it is kept."""
         for process in reversed(self._processes):
-            process.terminate()
-        for process in reversed(self._processes):
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
 
     def _start(self, name: str, *arguments: str) -> None:
         executable = program(name)

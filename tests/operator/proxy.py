@@ -8,7 +8,7 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import aiohttp
 from aiohttp import web
@@ -22,6 +22,7 @@ _HOP = {"connection", "transfer-encoding", "content-length", "host", "keep-alive
 class Request:
     verb: str  # GET, LIST, WATCH or the method of a write
     path: str
+    status: int | None = None  # what the API server answered
 
     @property
     def write(self) -> bool:
@@ -51,13 +52,27 @@ class Proxy:
     url: str = ""
     _session: aiohttp.ClientSession | None = None
 
+    def __post_init__(self) -> None:
+        self._streams = asyncio.Event()
+
     def drop_watches(self) -> None:
         """Ends all streams, as a restarted API server does."""
         self._streams.set()
         self._streams = asyncio.Event()
 
-    def __post_init__(self) -> None:
-        self._streams = asyncio.Event()
+    @asynccontextmanager
+    async def outage(self) -> AsyncIterator[None]:
+        """Nothing passes."""
+        self.spent.set()
+        self.drop_watches()
+        try:
+            yield
+        finally:
+            self.spent.clear()
+
+    def created(self, plural: str) -> int:
+        """Objects that POSTs through here made."""
+        return sum(r.verb == "POST" and r.path.endswith(f"/{plural}") and r.status == 201 for r in self.passed)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         seen = _classify(request)
@@ -71,7 +86,7 @@ class Proxy:
                 if fault.status is None:
                     await asyncio.sleep(3600)
                 return _status(fault.status or 500)
-        if seen.write and self.writes_left is not None:
+        if seen.write and "/leases" not in seen.path and self.writes_left is not None:
             if self.writes_left == 0:
                 self.spent.set()
                 return _cut(request)
@@ -86,12 +101,12 @@ class Proxy:
     async def _forward(self, request: web.Request, seen: Request) -> web.StreamResponse:
         assert self._session is not None
         self.counts[seen.verb] += 1
-        self.passed.append(seen)
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP} | {"Authorization": f"Bearer {self.token}"}
         body = await request.read()
         async with self._session.request(
             request.method, URL(self.server + request.raw_path, encoded=True), headers=headers, data=body
         ) as answer:
+            self.passed.append(replace(seen, status=answer.status))
             kept = {k: v for k, v in answer.headers.items() if k.lower() in ("content-type", "retry-after")}
             if seen.verb != "WATCH" or answer.status >= 400:
                 return web.Response(status=answer.status, body=await answer.read(), headers=kept)

@@ -96,6 +96,12 @@ async def test_scale_subresource_adds_pods_and_drains_before_it_removes_them(con
         assert len(await kube.pods("small")) == 3
         for name in leaving:
             agents[name].running = 0
+
+        async def one() -> bool:
+            assert len(await kube.pods("small")) == 1
+            return True
+
+        await eventually(one, "the drained pods are gone")
         await ready(kube, "small", 1)
         (left,) = await kube.pods("small")
         assert left["metadata"]["name"] not in leaving
