@@ -166,6 +166,18 @@ def start(tmp_path: pathlib.Path) -> Iterator[Start]:
         process.wait(PATIENCE)
 
 
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentProcess]:
+    """One agent with the scripted engine for the tests of a module that leave it as they found it."""
+    folder = tmp_path_factory.mktemp("echo")
+    process = launch(folder, SCRIPTED)
+    try:
+        yield attach(process, folder)
+    finally:
+        process.kill()
+        process.wait(PATIENCE)
+
+
 @pytest.fixture(scope="session")
 def model_agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentProcess]:
     """One agent with the real engine and model for all tests that leave it as they found it."""

@@ -1,6 +1,6 @@
 """An engine that says its prompt back, one token a step: for tests of the server whose timing or text must be exact.
 
-SCRIPT (JSON) sets `step` (seconds), `loading` (seconds), `fail` (message of Failed), `eos` (ends at the prompt's end instead of starting over).
+SCRIPT (JSON) sets `step` (seconds), `loading` (seconds), `fail` (message of Failed), `eos` (stop at the prompt's end).
 """
 
 import json

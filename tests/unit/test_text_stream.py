@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +16,7 @@ STOPS = st.lists(st.text(alphabet="ab\né€🎉", min_size=1, max_size=4), max_
 
 
 def reference(data: bytes, stops: list[str]) -> tuple[str, bool]:
-    """The text before the stop string that is complete first (the longest of those that are complete together), and whether there is one."""
+    """The text before the stop string that is complete first (the longest of those complete together), and whether there is one."""
     for end in range(1, len(data) + 1):
         lengths = [len(stop.encode()) for stop in stops if data[:end].endswith(stop.encode())]
         if lengths:
@@ -24,7 +26,7 @@ def reference(data: bytes, stops: list[str]) -> tuple[str, bool]:
 
 def cut(data: bytes, cuts: list[int]) -> list[bytes]:
     places = sorted({0, len(data), *(place % (len(data) + 1) for place in cuts)})
-    return [data[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [data[a:b] for a, b in itertools.pairwise(places)]
 
 
 def run(tokens: list[bytes], stops: list[str]) -> tuple[list[str], TextStream]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -77,7 +78,7 @@ class PlainBPE:
     def word(self, word: str) -> list[int]:
         parts = [self.char[byte] for byte in word.encode()]
         while len(parts) > 1:
-            pairs = [(self.ranks.get(pair, 1 << 30), at) for at, pair in enumerate(zip(parts, parts[1:], strict=False))]
+            pairs = [(self.ranks.get(pair, 1 << 30), at) for at, pair in enumerate(itertools.pairwise(parts))]
             rank, at = min(pairs)
             if rank == 1 << 30:
                 break
