@@ -113,7 +113,8 @@ class Engine:
         if length > self.context_length:
             return f"prompt and output have {length} tokens, and the context holds {self.context_length}; shorten the prompt"
         if pages_for(length) > self.pool.total:
-            return f"prompt and output have {length} tokens, and the KV pool holds {self.pool.total * PAGE_TOKENS}; raise engine.kvCache.memory"
+            room = self.pool.total * PAGE_TOKENS
+            return f"prompt and output have {length} tokens, and the KV pool holds {room}; raise engine.kvCache.memory"
         if not all(0 <= token < self._vocabulary_size for token in sequence.tokens):
             return f"token ids must be in 0 … {self._vocabulary_size - 1}"
         return None

@@ -8,7 +8,7 @@ from decodefleet_agent.messages import Sampling, TokenLogprob
 
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing but its key: Philox4x64-10 with key (seed, sample_index) and counter (position, 0, 0, 0)."""
+    """A number in [0, 1) that depends on nothing but its key: Philox4x64-10, key (seed, sample_index), counter (position, 0, 0, 0)."""
     bits = np.random.Philox(key=[seed & 0xFFFFFFFFFFFFFFFF, sample_index], counter=[position, 0, 0, 0]).random_raw()
     return (int(bits) >> 11) * 2.0**-53
 
@@ -53,15 +53,12 @@ def _penalised(logits: np.ndarray, sampling: Sampling, prompt_ids: list[int], ou
 
 def _truncated(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
     """Candidates, likeliest first, and their weights (not normalised)."""
-    if sampling.top_k == 0 and sampling.top_p >= 1:
-        token_ids = np.arange(len(logits))
-    else:
-        keep = sampling.top_k or len(logits)
+    token_ids = np.arange(len(logits))
+    if sampling.top_k or sampling.top_p < 1:
+        keep = min(sampling.top_k or len(logits), len(logits))
         if keep < len(logits):
             # Every token that ties with the k-th is a candidate until the stable sort below decides.
             token_ids = np.flatnonzero(logits >= np.partition(logits, -keep)[-keep])
-        else:
-            token_ids = np.arange(len(logits))
         token_ids = token_ids[np.argsort(-logits[token_ids], kind="stable")][:keep]
     weights = np.exp(logits[token_ids] - logits.max())
     if sampling.top_p < 1:

@@ -7,6 +7,7 @@ import os
 from decodefleet.config import AgentConfig
 from decodefleet.config import Engine as EngineConfig
 from decodefleet.units import parse_quantity
+
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, pages_for
 from decodefleet_agent.engine.scheduler import Limits
 from decodefleet_agent.engine.threads import cgroup_memory
@@ -53,12 +54,10 @@ def pool_pages(config: AgentConfig, context_length: int, page_bytes: int) -> int
     Raises ModelError where that is less than one page.
     """
     if config.engine.kv_cache.memory is not None:
-        memory = parse_quantity(config.engine.kv_cache.memory)
-        pages = int(memory // page_bytes)
+        memory = config.engine.kv_cache.memory
+        pages = int(parse_quantity(memory) // page_bytes)
         if pages < 1:
-            raise ModelError(
-                f"engine.kvCache.memory: {config.engine.kv_cache.memory} is less than one page of this model; set at least {page_bytes} bytes"
-            )
+            raise ModelError(f"engine.kvCache.memory: {memory} is less than one page of this model; set at least {page_bytes} bytes")
         return pages
     wanted = config.engine.batching.max_batch * pages_for(context_length)
     return max(1, min(wanted, int(available_memory(config) / 4 // page_bytes)))

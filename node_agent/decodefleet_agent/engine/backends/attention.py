@@ -1,4 +1,8 @@
-"""Attention of the reference backend: query tiles of one sequence against fixed partitions of its pages, combined in order."""
+"""Attention of the reference backend: query tiles of one sequence against fixed partitions of its keys, combined in order.
+
+An item is one tile against one partition; its matrix products have the same shapes in every batch. A partition that a query
+row does not see adds exactly nothing to it.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,23 @@ import torch
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS
 
-PARTITION = 256
-TILE = 16
+PARTITION = 64
 _PAGES = PARTITION // PAGE_TOKENS
-_ITEMS = 192  # partitions computed at once: bounds the memory of gathered keys and values
+_ITEM_ROWS = 16384  # query rows times partitions computed at once: bounds the memory of scores and gathered keys
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Query tiles that are computed together. An item is one tile against one partition."""
+    """Query tiles of one size that are computed together."""
 
     rows: torch.Tensor  # [tiles, tokens] row in the batch; 0 where the tile has no token
     valid: torch.Tensor  # [tiles, tokens]
     item_tile: torch.Tensor  # [items]
     item_partition: torch.Tensor  # [items]
-    item_pages: torch.Tensor  # [items, 16] page numbers; 0 beyond the sequence
-    stale: torch.Tensor  # [items, 256] positions that hold no key of the sequence
-    hidden: torch.Tensor  # [items, tile rows, 256] keys that a query row does not see
+    item_pages: torch.Tensor  # [items * 4] page numbers; 0 beyond the sequence
+    partial_items: torch.Tensor  # items whose partition is not full
+    stale: torch.Tensor  # [partial items, 64] positions that hold nothing of the sequence
+    hidden: torch.Tensor  # [items, tile rows, 64] keys that a query row does not see
     partitions: int
 
 
@@ -43,79 +47,84 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class _Tile:
-    rows: list[int]
-    positions: list[int]
+    rows: range
+    positions: range
     pages: tuple[int, ...]
     end: int  # tokens of the sequence in the pool after this step
 
+    @property
+    def partitions(self) -> int:
+        return (self.positions[-1]) // PARTITION + 1
 
-def plan_attention(batch: Batch, group: int) -> AttentionPlan:
-    """`group`: query heads per key-value head. A tile holds as many tokens as fill 16 query rows."""
-    tokens = max(1, TILE // group)
+
+def plan_attention(batch: Batch, heads_per_kv_head: int, tile_rows: tuple[int, ...]) -> AttentionPlan:
+    """`tile_rows`: query rows of a tile, from the smallest, all giving the same bits. A longer one is taken for spans that fill it."""
     positions: list[int] = []
     pages: list[int] = []
     sampled: list[int] = []
-    tiles: list[_Tile] = []
+    tiles: dict[int, list[_Tile]] = {}
+    sizes = [max(1, rows // heads_per_kv_head) for rows in tile_rows]
     for span in batch.spans:
         first, end = len(positions), span.start + span.length
         positions += range(span.start, end)
         pages += [span.pages[position // PAGE_TOKENS] for position in range(span.start, end)]
         if span.samples:
             sampled.append(len(positions) - 1)
+        tokens = next((size for size in reversed(sizes) if size <= span.length), sizes[0])
         for start in range(0, span.length, tokens):
-            count = min(tokens, span.length - start)
-            where = range(span.start + start, span.start + start + count)
-            tiles.append(_Tile(list(range(first + start, first + start + count)), list(where), span.pages, end))
-    at = torch.tensor(positions, dtype=torch.long)
-    groups = [_group(part, tokens, group) for part in _split(tiles)]
-    return AttentionPlan(at, torch.tensor(pages, dtype=torch.long), at % PAGE_TOKENS, torch.tensor(sampled, dtype=torch.long), groups)
+            where = range(start, min(start + tokens, span.length))
+            at = range(span.start + where.start, span.start + where.stop)
+            tiles.setdefault(tokens, []).append(_Tile(range(first + where.start, first + where.stop), at, span.pages, end))
+    at_positions = torch.tensor(positions, dtype=torch.long)
+    groups = [
+        _group(part, tokens, heads_per_kv_head, tile_rows[0])
+        for tokens, same in tiles.items()
+        for part in _split(same, tokens * heads_per_kv_head)
+    ]
+    return AttentionPlan(at_positions, torch.tensor(pages), at_positions % PAGE_TOKENS, torch.tensor(sampled, dtype=torch.long), groups)
 
 
-def _partitions(tile: _Tile) -> int:
-    return tile.positions[-1] // PARTITION + 1
-
-
-def _split(tiles: list[_Tile]) -> list[list[_Tile]]:
+def _split(tiles: list[_Tile], rows: int) -> list[list[_Tile]]:
     parts: list[list[_Tile]] = []
-    items = _ITEMS
+    size = _ITEM_ROWS
     for tile in tiles:
-        if items + _partitions(tile) > _ITEMS:
+        if size + tile.partitions * rows > _ITEM_ROWS:
             parts.append([])
-            items = 0
+            size = 0
         parts[-1].append(tile)
-        items += _partitions(tile)
+        size += tile.partitions * rows
     return parts
 
 
-def _group(tiles: list[_Tile], tokens: int, group: int) -> _Group:
-    padded = -(-tokens * group // TILE) * TILE
+def _group(tiles: list[_Tile], tokens: int, heads_per_kv_head: int, multiple: int) -> _Group:
+    padded = -(-tokens * heads_per_kv_head // multiple) * multiple
     rows = np.zeros((len(tiles), tokens), np.int64)
     positions = np.full((len(tiles), tokens), -1)
-    item_tile: list[int] = []
-    item_partition: list[int] = []
     for index, tile in enumerate(tiles):
         rows[index, : len(tile.rows)] = tile.rows
         positions[index, : len(tile.rows)] = tile.positions
-        item_tile += [index] * _partitions(tile)
-        item_partition += range(_partitions(tile))
+    counts = [tile.partitions for tile in tiles]
+    item_tile = np.repeat(np.arange(len(tiles)), counts)
+    item_partition = np.concatenate([np.arange(count) for count in counts])
     item_pages = np.zeros((len(item_tile), _PAGES), np.int64)
     for item, (index, partition) in enumerate(zip(item_tile, item_partition, strict=True)):
         pages = tiles[index].pages[partition * _PAGES : (partition + 1) * _PAGES]
         item_pages[item, : len(pages)] = pages
-    key_positions = np.asarray(item_partition)[:, None] * PARTITION + np.arange(PARTITION)
-    ends = np.asarray([tiles[index].end for index in item_tile])
+    key_positions = item_partition[:, None] * PARTITION + np.arange(PARTITION)
+    stale = key_positions >= np.asarray([tile.end for tile in tiles])[item_tile][:, None]
+    partial = np.flatnonzero(stale.any(axis=1))
     query_positions = np.full((len(tiles), padded), -1)
-    query_positions[:, : tokens * group] = np.repeat(positions, group, axis=1)
-    hidden = key_positions[:, None, :] > query_positions[item_tile][:, :, None]
+    query_positions[:, : tokens * heads_per_kv_head] = np.repeat(positions, heads_per_kv_head, axis=1)
     return _Group(
         rows=torch.from_numpy(rows),
         valid=torch.from_numpy(positions >= 0),
-        item_tile=torch.tensor(item_tile),
-        item_partition=torch.tensor(item_partition),
-        item_pages=torch.from_numpy(item_pages),
-        stale=torch.from_numpy(key_positions >= ends[:, None]),
-        hidden=torch.from_numpy(hidden),
-        partitions=max(item_partition) + 1,
+        item_tile=torch.from_numpy(item_tile),
+        item_partition=torch.from_numpy(item_partition),
+        item_pages=torch.from_numpy(item_pages.reshape(-1)),
+        partial_items=torch.from_numpy(partial),
+        stale=torch.from_numpy(stale[partial]),
+        hidden=torch.from_numpy(key_positions[:, None, :] > query_positions[item_tile][:, :, None]),
+        partitions=max(counts),
     )
 
 
@@ -127,9 +136,8 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Atte
     out = out.view(rows, kv_heads, heads // kv_heads, dim)
     for group in plan.groups:
         tiles, tokens = group.rows.shape
-        size = group.hidden.shape[1]
         used = tokens * (heads // kv_heads)
-        query = torch.zeros(kv_heads, tiles, size, dim)
+        query = torch.zeros(kv_heads, tiles, group.hidden.shape[1], dim)
         query[:, :, :used] = q[group.rows].permute(2, 0, 1, 3, 4).reshape(kv_heads, tiles, used, dim)
         result = _combined(query, keys, values, group)[:, :, :used]
         result = result.view(kv_heads, tiles, tokens, heads // kv_heads, dim).permute(1, 2, 0, 3, 4)
@@ -140,22 +148,19 @@ def _combined(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, gro
     """[kv_heads, tiles, tile rows, head_dim]: softmax over all partitions of each tile."""
     kv_heads, tiles, size, dim = query.shape
     items = len(group.item_tile)
-    gathered_keys = keys[:, group.item_pages].view(kv_heads * items, PARTITION, dim)
-    # Another sequence's numbers may be anything, even NaN, and zero times NaN is NaN.
-    gathered_values = values[:, group.item_pages].view(kv_heads, items, PARTITION, dim).masked_fill_(group.stale[None, :, :, None], 0)
-    scores = torch.bmm(query[:, group.item_tile].view(kv_heads * items, size, dim), gathered_keys.transpose(1, 2))
+    near_keys = keys.index_select(1, group.item_pages).view(kv_heads * items, PARTITION, dim)
+    near_values = values.index_select(1, group.item_pages).view(kv_heads, items, PARTITION, dim)
+    # What another sequence left may be anything, even NaN, and zero times NaN is NaN.
+    near_values[:, group.partial_items] = near_values[:, group.partial_items].masked_fill_(group.stale[None, :, :, None], 0)
+    scores = torch.bmm(query.index_select(1, group.item_tile).view(kv_heads * items, size, dim), near_keys.transpose(1, 2))
     scores = scores.view(kv_heads, items, size, PARTITION).masked_fill_(group.hidden, -torch.inf)
     top = scores.amax(dim=-1)
-    weights = torch.exp(scores - _finite(top)[..., None])
+    weights = scores.sub_(_finite(top)[..., None]).exp_()
+    part = torch.bmm(weights.view(kv_heads * items, size, PARTITION), near_values.view(kv_heads * items, PARTITION, dim))
     shape = (kv_heads, tiles, group.partitions, size)
-    tops = torch.full(shape, -torch.inf)
-    sums, parts = torch.zeros(shape), torch.zeros(*shape, dim)
+    tops, sums, parts = torch.full(shape, -torch.inf), torch.zeros(shape), torch.zeros(*shape, dim)
     at = (slice(None), group.item_tile, group.item_partition)
-    tops[at] = top
-    sums[at] = weights.sum(dim=-1)
-    parts[at] = torch.bmm(weights.view(kv_heads * items, size, PARTITION), gathered_values.view(kv_heads * items, PARTITION, dim)).view(
-        kv_heads, items, size, dim
-    )
+    tops[at], sums[at], parts[at] = top, weights.sum(dim=-1), part.view(kv_heads, items, size, dim)
     factors = torch.exp(tops - _finite(tops.amax(dim=2, keepdim=True)))
     total, result = torch.zeros(kv_heads, tiles, size), torch.zeros(kv_heads, tiles, size, dim)
     for partition in range(group.partitions):
@@ -167,3 +172,20 @@ def _combined(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, gro
 def _finite(top: torch.Tensor) -> torch.Tensor:
     """Rows that see no key have -inf for their largest score; 0 instead gives them weights of 0, not NaN."""
     return torch.where(torch.isinf(top), 0.0, top)
+
+
+def same_bits(tile_rows: tuple[int, ...], head_dim: int) -> tuple[int, ...]:
+    """Those tile sizes whose matrix products give, row for row, the bits of the first one's on this machine."""
+    generator = torch.Generator().manual_seed(0)
+    rows = max(tile_rows)
+    query, keys = torch.randn(2, rows, head_dim, generator=generator), torch.randn(2, PARTITION, head_dim, generator=generator)
+    weights, values = torch.rand(2, rows, PARTITION, generator=generator), torch.randn(2, PARTITION, head_dim, generator=generator)
+
+    def products(size: int) -> torch.Tensor:
+        starts = range(0, rows, size)
+        scores = [torch.bmm(query[:, start : start + size].contiguous(), keys.transpose(1, 2)) for start in starts]
+        mixed = [torch.bmm(weights[:, start : start + size].contiguous(), values) for start in starts]
+        return torch.cat([torch.cat(scores, dim=1), torch.cat(mixed, dim=1)], dim=2)
+
+    wanted = products(tile_rows[0])
+    return tuple(size for size in tile_rows if torch.equal(products(size), wanted))

@@ -1,8 +1,8 @@
 """The reference backend: plain PyTorch in fp32, the oracle of the others.
 
-Its bits do not depend on what else is in the batch: every matrix product runs on tiles of 16 rows, attention runs on tiles of
-at most 16 query rows of one sequence against fixed partitions of 256 tokens that are combined in order, keys and values are read only from
-the pool, and all else is elementwise or a reduction along a row. `exp` is the only transcendental function.
+Its bits do not depend on what else is in the batch: every matrix product runs on tiles of 16 rows, or of another size that was seen
+to give the same bits on this machine; attention runs on tiles of query rows of one sequence against fixed partitions of 64 tokens that
+are combined in order; keys and values are read only from the pool; all else is elementwise, or a reduction along a row.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from decodefleet_agent.engine.backends.attention import AttentionPlan, attend, plan_attention
+from decodefleet_agent.engine.backends.attention import AttentionPlan, attend, plan_attention, same_bits
 from decodefleet_agent.engine.backends.base import Progress
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS
 from decodefleet_agent.engine.weights import ModelConfig, Weights
 
 TILE = 16
+_TILES = (4, 64)  # sizes of a tile beside 16: the small one makes small batches cheap, the large one prefill
+_QUERY_TILES = (16, 256)
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,14 @@ class _Linear:
     weight: torch.Tensor  # [outputs, inputs]
     bias: torch.Tensor | None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, inputs] to [rows, outputs]; rows are a multiple of 16."""
+    def __call__(self, x: torch.Tensor, tiles: tuple[int, ...]) -> torch.Tensor:
+        """[rows, inputs] to [rows, outputs]. Rows are a multiple of the smallest tile; `tiles` go from the largest."""
         result = torch.empty(len(x), len(self.weight))
-        for start in range(0, len(x), TILE):
-            torch.mm(x[start : start + TILE], self.weight.t(), out=result[start : start + TILE])
+        start = 0
+        while start < len(x):
+            size = next(size for size in tiles if size <= len(x) - start)
+            torch.mm(x[start : start + size], self.weight.t(), out=result[start : start + size])
+            start += size
         return result if self.bias is None else result.add_(self.bias)
 
 
@@ -65,6 +69,11 @@ class ReferenceBackend:
         for index in range(config.layers):
             progress((index + 1) / (config.layers + 1), f"layer {index + 1} of {config.layers}")
             self._layers.append(_layer(weights, index))
+        first = self._layers[0]
+        shapes = [first.qkv, first.output, first.gate_up, first.down, self._head]
+        sizes = sorted((TILE, *_TILES), reverse=True)
+        self._tiles = tuple(size for size in sizes if all(_same_bits(linear, size) for linear in shapes))
+        self._query_tiles = same_bits(_QUERY_TILES, config.head_dim)
         # fp32 angles, as transformers has them; their cosines are rounded from fp64, which is the same on every machine.
         angles = np.outer(np.arange(context_length, dtype=np.float32), np.asarray(config.inverse_frequencies, np.float32)).astype(
             np.float64
@@ -82,19 +91,22 @@ class ReferenceBackend:
     def step(self, batch: Batch) -> np.ndarray:
         config = self._config
         rows = batch.rows
-        plan = plan_attention(batch, config.heads // config.kv_heads)
+        plan = plan_attention(batch, config.heads // config.kv_heads, self._query_tiles)
         cos, sin = self._cos[plan.positions][:, None], self._sin[plan.positions][:, None]
-        x = torch.zeros(_tiled(rows), config.hidden_size)
+        x = torch.zeros(self._tiled(rows), config.hidden_size)
         x[:rows] = self._embedding[torch.from_numpy(batch.token_ids)]
         for index, layer in enumerate(self._layers):
-            attention = self._attention(index, layer.qkv(self._normed(x, layer.input_norm)), rows, cos, sin, plan)
-            x += layer.output(attention)
-            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=1)
+            attention = self._attention(index, layer.qkv(self._normed(x, layer.input_norm), self._tiles), rows, cos, sin, plan)
+            x += layer.output(attention, self._tiles)
+            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm), self._tiles).chunk(2, dim=1)
             # silu written out: its fused form rounds the last elements of a thread's share in another way.
-            x += layer.down(gate / (1 + torch.exp(-gate)) * up)
-        sampled = torch.zeros(_tiled(len(plan.sampled_rows)), config.hidden_size)
+            x += layer.down(gate / (1 + torch.exp(-gate)) * up, self._tiles)
+        sampled = torch.zeros(self._tiled(len(plan.sampled_rows)), config.hidden_size)
         sampled[: len(plan.sampled_rows)] = x[plan.sampled_rows]
-        return self._head(self._normed(sampled, self._norm))[: len(plan.sampled_rows)].numpy()
+        return self._head(self._normed(sampled, self._norm), self._tiles)[: len(plan.sampled_rows)].numpy()
+
+    def _tiled(self, rows: int) -> int:
+        return -(-rows // self._tiles[-1]) * self._tiles[-1]
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt((x * x).mean(dim=1, keepdim=True) + self._config.rms_norm_eps) * weight
@@ -105,10 +117,8 @@ class ReferenceBackend:
         """[tiled rows, heads * head_dim]; writes the rows' keys and values to the pool first."""
         config = self._config
         q, k, v = (
-            part.view(rows, -1, config.head_dim)
-            for part in qkv[:rows].split(
-                [config.heads * config.head_dim, config.kv_heads * config.head_dim, config.kv_heads * config.head_dim], dim=1
-            )
+            part.unflatten(1, (-1, config.head_dim))
+            for part in qkv[:rows].split([heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)], dim=1)
         )
         keys, values = self._keys[index], self._values[index]
         keys[:, plan.pages, plan.slots] = _rotated(k, cos, sin).transpose(0, 1)
@@ -124,8 +134,11 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=2)
 
 
-def _tiled(rows: int) -> int:
-    return -(-rows // TILE) * TILE
+def _same_bits(linear: _Linear, size: int) -> bool:
+    """Whether tiles of this size give, row for row, the bits of tiles of 16 on this machine."""
+    rows = max(size, TILE)
+    x = torch.randn(rows, linear.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    return torch.equal(linear(x, (size,)), linear(x, (TILE,)))
 
 
 def _layer(weights: Weights, index: int) -> _Layer:
