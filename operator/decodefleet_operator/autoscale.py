@@ -8,7 +8,8 @@ W waiting requests of mean answer o, B prompt tokens queued, time T for the back
     demand         = max(demand(short), demand(long)) + backlog
     computed       = ceil(demand / u)
 
-so a rise shows at once through the short window, a fall only when both windows have it. All numbers are rounded to six digits before they are used, and `inputs` shows them: a person can recompute the decision.
+so a rise shows at once through the short window, a fall only when both windows have it. All numbers are rounded to six digits before they
+are used, and `inputs` shows them: a person can recompute the decision.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from decodefleet.units import parse_duration
+
 from decodefleet_operator import clamps, sla
 from decodefleet_operator.api import Autoscaling, AutoscalingMode, AutoscalingStatus, Objective
 from decodefleet_operator.capacity import Capacity, Operating, of_revision, operating_point
@@ -189,8 +191,10 @@ def _tolerate(draft: Draft, policy: Autoscaling, current: int) -> None:
 
 
 def _feed_back(draft: Draft, observation: Observation, fleet: Fleet, current: int, memory: Memory, now: float) -> None:
-    """A fast burn, or a queue before replicas of unknown capacity, adds one to a count that has stood for a minute with all replicas serving."""
-    settled = len(fleet.supply) >= current and all(available(pod) for pod in fleet.supply) and now - clamps.stood_since(memory, now) >= SETTLE
+    """A fast burn, or a queue before replicas of unknown capacity, adds one to a count that stood for a minute with all serving."""
+    settled = (
+        len(fleet.supply) >= current and all(available(pod) for pod in fleet.supply) and now - clamps.stood_since(memory, now) >= SETTLE
+    )
     burning = _burning(observation, now)
     if burning is not None:
         draft.inputs["burnRate"] = burning
@@ -220,5 +224,3 @@ def _round(value: float) -> float:
 
 def _text(value: float) -> str:
     return f"{value:.6g}"
-
-

@@ -7,7 +7,8 @@
     min, max        the user's range
     budget          what maxPerHour pays for; never below min
 
-Each that changes the count is named in status.autoscaling.clampedBy. Histories of counts are step functions: an entry holds until the next one.
+Each that changes the count is named in status.autoscaling.clampedBy. Histories of counts are step functions: an entry holds until the
+next one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from decodefleet.units import parse_duration
+
 from decodefleet_operator.api import Autoscaling
 from decodefleet_operator.cost import affordable
 from decodefleet_operator.observation import Memory, Observation, ReplicasWriter

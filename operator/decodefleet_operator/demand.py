@@ -6,8 +6,9 @@ Whoever samples a fleet keeps one `History` per resource, starts it with `Histor
     short = demand(history, short_window, now)   # Demand | None, for Observation.short and Observation.long
     long = demand(history, long_window, now)
 
-One call of `record` a second is plenty and one in ten seconds is the least. All times are Unix seconds of one clock. A history costs about 300 small
-tuples and one sample per pod, whatever the number of samples: differences of each agent's counters are added to running sums of the fleet as they come.
+One call of `record` a second is plenty and one in ten seconds is the least. All times are Unix seconds of one clock. A history costs
+at most 160 small tuples and one sample per pod, whatever the number of samples: differences of each agent's counters are added to running
+sums of the fleet as they come.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import NamedTuple
 from decodefleet_operator.observation import Demand, Load
 
 MAX_GAP = 20.0  # seconds without a record, or a clock that jumps as far: what was known before is no base for a rate
-SPACING = 1.0  # seconds between the sums that are kept
+SPACING = 1.0  # seconds between the sums that are kept, for a minute
+COARSE = 10.0  # and after it
 HORIZON = 900.0  # seconds that sums are kept
 LEAST_COVERED = 2.0  # seconds; a rate over less is noise
 
@@ -64,9 +66,9 @@ class History:
 def record(history: History, loads: Mapping[str, Load], now: float) -> History:
     """The history with one more round of samples.
 
-    A new instance in a known pod counts from zero; a pod seen for the first time is a base only (its counters may be old). A round that comes
-    after a gap, or after the clock went back, starts a new history. What a pod counted while it could not be reached is spread evenly over that
-    time, and only the part since the last round is taken.
+    A new instance in a known pod counts from zero; a pod seen for the first time is a base only (its counters may be old). A round that
+    comes after a gap, or after the clock went back, starts a new history. What a pod counted while it could not be reached is spread
+    evenly over that time, and only the part since the last round is taken.
     """
     previous = history.ticks[-1] if history.ticks else None
     continuous = previous is not None and 0 <= now - previous.at <= MAX_GAP
@@ -87,12 +89,11 @@ def record(history: History, loads: Mapping[str, Load], now: float) -> History:
     ticks = history.ticks
     if len(ticks) > 1 and now - ticks[-2].at < SPACING:
         ticks = ticks[:-1]
-    first = max(0, bisect_right(ticks, now - HORIZON, key=lambda tick: tick.at) - 1)
-    return History(last, (*ticks[first:], Tick(now, Counters(*sums))))
+    return History(last, (*_thinned(ticks, now), Tick(now, Counters(*sums))))
 
 
 def demand(history: History, window: float, now: float) -> Demand | None:
-    """Rates over the last `window` seconds, or over what is known of them; None where less than two seconds are, or the last round is too old.
+    """Rates over the last `window` seconds, or what is known of them; None where that is under two seconds, or the last round is too old.
 
     Output tokens are arrived requests x mean length of the answers that finished in the window; of those that finished in the whole history
     where none did; of what was asked for (max_tokens) where none ever did.
@@ -127,6 +128,14 @@ def _counters(load: Load) -> Counters:
         load.generated_tokens,
         load.busy_seconds,
     )
+
+
+def _thinned(ticks: tuple[Tick, ...], now: float) -> tuple[Tick, ...]:
+    """Ticks of the last minute, one in ten seconds of those before, none beyond the horizon but the one that starts it."""
+    recent = bisect_right(ticks, now - 60.0, key=lambda tick: tick.at)
+    first = max(0, bisect_right(ticks, now - HORIZON, key=lambda tick: tick.at) - 1)
+    coarse = {int(tick.at // COARSE): tick for tick in reversed(ticks[first:recent])}
+    return (*reversed(coarse.values()), *ticks[recent:])
 
 
 def _at(ticks: tuple[Tick, ...], at: float) -> Counters:

@@ -23,7 +23,13 @@ def scaled(decision: Decision) -> Iterator[Event]:
 
 
 def of_pods(
-    create: Sequence[str], leave: Sequence[PodView], done: Sequence[PodView], drop: Sequence[PodView], lost: Sequence[PodView], fleet: Fleet, now: float
+    create: Sequence[str],
+    leave: Sequence[PodView],
+    done: Sequence[PodView],
+    drop: Sequence[PodView],
+    lost: Sequence[PodView],
+    fleet: Fleet,
+    now: float,
 ) -> Iterator[Event]:
     """Pods come, drain and go."""
     if create:

@@ -63,17 +63,31 @@ def _ready(ready: int, wanted: int, rolling: bool, degraded: Condition) -> Condi
 
 
 def _progressing(
-    observation: Observation, ready: int, wanted: int, old: list[PodView], no_surge: bool, late: list[PodView], settled: bool, found: Sequence[Found]
+    observation: Observation,
+    ready: int,
+    wanted: int,
+    old: list[PodView],
+    no_surge: bool,
+    late: list[PodView],
+    settled: bool,
+    found: Sequence[Found],
 ) -> Condition:
     if observation.resource.spec.suspend:
         return c.condition(c.PROGRESSING, False, c.SUSPENDED, "spec.suspend is set: decisions are reported and nothing is changed")
     if any(feature.blocking for feature in found):
         return c.condition(c.PROGRESSING, False, c.BLOCKED, "the resource asks for what this version does not have; see Degraded")
     if no_surge:
-        return c.condition(c.PROGRESSING, False, c.NO_SURGE_CAPACITY, "no node has room for a pod of the new revision beside those of the old one")
+        return c.condition(
+            c.PROGRESSING, False, c.NO_SURGE_CAPACITY, "no node has room for a pod of the new revision beside those of the old one"
+        )
     if late:
         minutes = DEADLINE / 60
-        return c.condition(c.PROGRESSING, False, c.ROLLOUT_STALLED, f"{late[0].name} has not become ready in {minutes:.0f} minutes: {late[0].problem or 'no message'}")
+        return c.condition(
+            c.PROGRESSING,
+            False,
+            c.ROLLOUT_STALLED,
+            f"{late[0].name} has not become ready in {minutes:.0f} minutes: {late[0].problem or 'no message'}",
+        )
     if old:
         return c.condition(c.PROGRESSING, True, c.ROLLING_OUT, f"{len(old)} pods of older revisions remain")
     if not settled:
@@ -87,7 +101,9 @@ def _sla_met(observation: Observation, now: float) -> Condition:
         return c.condition(c.SLA_MET, None, c.NO_OBJECTIVES)
     window = sla.window(promised)
     shares = [(o, sla.attainment(observation.ledger, o, window, now).share) for o in promised.objectives]
-    missed = [f"{o.name} {sla.percent(share)} of {o.target}" for o, share in shares if share is not None and share < parse_percent(o.target)]
+    missed = [
+        f"{o.name} {sla.percent(share)} of {o.target}" for o, share in shares if share is not None and share < parse_percent(o.target)
+    ]
     if missed:
         return c.condition(c.SLA_MET, False, c.OBJECTIVE_MISSED, ", ".join(missed))
     if all(share is None for _, share in shares):
@@ -104,7 +120,9 @@ def metrics_fresh(observation: Observation, fleet: Fleet, now: float) -> Conditi
     since = observation.memory.metrics_lost_since
     when = f" since {c.timestamp(since)}" if since is not None else ""
     if silent:
-        return c.condition(c.METRICS_FRESH, False, c.STALE, f"no answer from {len(silent)} of {len(ready)} ready pods{when}, such as {silent[0]}")
+        return c.condition(
+            c.METRICS_FRESH, False, c.STALE, f"no answer from {len(silent)} of {len(ready)} ready pods{when}, such as {silent[0]}"
+        )
     if observation.resource.spec.autoscaling and observation.short is None:
         return c.condition(c.METRICS_FRESH, False, c.STALE, f"rates are not known yet{when}")
     return c.condition(c.METRICS_FRESH, True, c.FRESH)
@@ -121,7 +139,9 @@ def _degraded(observation: Observation, fleet: Fleet, found: Sequence[Found], sh
     """What needs a person: the first reason that applies, with the messages of all."""
     causes: list[tuple[str, str]] = [(c.UNSUPPORTED, feature.message) for feature in found]
     causes += observation.warnings
-    unwell = [pod for pod in fleet.supply if not pod.ready and pod.problem and pod.unschedulable_since is None and pod.problem not in STARTING]
+    unwell = [
+        pod for pod in fleet.supply if not pod.ready and pod.problem and pod.unschedulable_since is None and pod.problem not in STARTING
+    ]
     looping = [pod for pod in unwell if pod.restarts > 0]
     ended = [failure for failure in observation.memory.failures if failure.revision == observation.revision]
     if looping:

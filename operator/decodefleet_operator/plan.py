@@ -60,7 +60,9 @@ def _remembered(observation: Observation, fleet: Fleet, now: float) -> Memory:
     memory = clamps.until_now(observation.memory, now)
     memory = capacity.remember(memory, observation.pods, fleet.loads, observation.revision, now)
     ready = [pod for pod in fleet.supply if pod.ready]
-    unknown = any(pod.name not in fleet.loads for pod in ready) or (observation.resource.spec.autoscaling is not None and observation.short is None)
+    unknown = any(pod.name not in fleet.loads for pod in ready) or (
+        observation.resource.spec.autoscaling is not None and observation.short is None
+    )
     since = memory.metrics_lost_since if memory.metrics_lost_since is not None else now
     return replace(
         memory,

@@ -4,8 +4,8 @@
     budget left = 1 - (bad / total) / (1 - target)                   in the window; negative when overspent
     burn rate   = (bad / total) / (1 - target)                       in the last five minutes; 1 spends the budget exactly in a window
 
-Only differences of counters enter the ledger, and the counters they were taken from are kept in the same value, so a restart, a replay or a second
-reader counts nothing twice.
+Only differences of counters enter the ledger, and the counters they were taken from are kept in the same value, so a restart, a replay or
+a second reader counts nothing twice.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from decodefleet.units import format_duration, parse_duration
+
 from decodefleet_operator.api import Objective, ObjectiveStatus, Sla, SlaStatus, parse_percent
 from decodefleet_operator.ledger import Base, Bucket, Ledger
 from decodefleet_operator.observation import Load, ObjectiveCount, PodView
@@ -22,6 +23,8 @@ WIDTH = 60  # seconds of a bucket
 LONGEST = 3600.0  # seconds of the longest window that one-minute buckets are kept for
 BURN_WINDOW = 300.0
 RECENT = 60.0  # seconds that a fast burn must still be going on
+
+Added = dict[str, dict[int, tuple[int, int]]]  # by objective and minute: good and total to add
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,33 +56,35 @@ def advance(
 ) -> Ledger:
     """The ledger with everything that the newest answers say.
 
-    An instance that is gone without having drained, with requests in flight when it was last heard, has them counted as bad in every objective.
+    An instance that is gone without having drained, with requests in flight when it was last heard, has them counted as bad in every
+    objective.
     """
     wanted = {objective.name: threshold(objective) for objective in objectives}
-    added: dict[str, dict[int, list[int]]] = {name: {} for name in wanted}
+    added: Added = {name: {} for name in wanted}
+    if not wanted:
+        return Ledger()
+    same = {name for name, limit in wanted.items() if ledger.thresholds.get(name) == limit}
+    before = ledger.bases
     bases: dict[str, Base] = {}
-    by_pod: dict[str, list[Base]] = {}
-    for base in ledger.bases.values():
-        by_pod.setdefault(base.pod, []).append(base)
-
+    unheard: dict[str, Base | None] = {}  # pods without an answer
     for pod in pods:
-        known = by_pod.pop(pod.name, [])
         load = loads.get(pod.name)
-        for base in known:
-            if load is None:  # no answer yet: the instance may still be there
-                bases[base.instance_id] = base
-            elif load.instance_id != base.instance_id:
-                _count_lost(base, wanted, added)
-        if load is not None and wanted:
-            old = ledger.bases.get(load.instance_id)
-            bases[load.instance_id] = _taken(old, pod, load, wanted, ledger.thresholds, added, drain_timeout)
-    for base in (base for gone in by_pod.values() for base in gone):
-        _count_lost(base, wanted, added)
-
-    buckets = {}
-    for name, limit in wanted.items():
-        kept = ledger.buckets.get(name, ()) if ledger.thresholds.get(name) == limit else ()
-        buckets[name] = _merged(kept, added[name], now)
+        if load is None:
+            unheard[pod.name] = None
+            continue
+        base = before.get(load.instance_id)
+        if base is None or load.at > base.at:
+            base = _taken(base, pod, load, wanted, same, added, drain_timeout)
+        bases[load.instance_id] = base
+    for instance, base in before.items():
+        if instance in bases:
+            continue
+        if base.pod in unheard:  # the instance may still be there
+            bases[instance] = base
+        elif base.in_flight > 0:
+            for minutes in added.values():
+                _add(minutes, base.at, 0, base.in_flight)
+    buckets = {name: _merged(ledger.buckets.get(name, ()) if name in same else (), added[name], now) for name in wanted}
     return Ledger(buckets, bases, wanted)
 
 
@@ -127,28 +132,24 @@ def percent(share: float | None) -> str | None:
 
 
 def _taken(
-    old: Base | None,
-    pod: PodView,
-    load: Load,
-    wanted: Mapping[str, float],
-    thresholds: Mapping[str, float],
-    added: dict[str, dict[int, list[int]]],
-    drain_timeout: float,
+    old: Base | None, pod: PodView, load: Load, wanted: Mapping[str, float], same: set[str], added: Added, drain_timeout: float
 ) -> Base:
-    """Adds what an agent counted since its base, and returns its new base."""
-    if old is not None and load.at <= old.at:
-        return old
+    """Adds what an agent counted since its base, and returns its new base. `same`: objectives whose threshold the base was counted at."""
     counts = {}
+    known = old.counts if old is not None else {}
     for name, limit in wanted.items():
         count = load.objectives.get(name)
-        if count is None or abs(count.threshold - limit) > 1e-6:
+        if count is None or not -1e-6 < count.threshold - limit < 1e-6:
             continue  # the agent has not been told of this threshold yet
-        before = old.counts.get(name) if old is not None and thresholds.get(name) == limit else None
-        _, good, total = before if before is not None and before[0] == count.epoch else (count.epoch, 0, 0)
-        new, bad = max(0, count.good - good), max(0, (count.total - count.good) - (total - good))
-        if new or bad:
-            _add(added[name], load.at, new, new + bad)
-        counts[name] = (count.epoch, count.good, count.total)
+        now = (count.epoch, count.good, count.total)
+        before = known.get(name) if name in same else None
+        counts[name] = now
+        if before == now:
+            continue
+        _, good, total = before if before is not None and before[0] == count.epoch else (0, 0, 0)
+        new, bad = count.good - good, (count.total - count.good) - (total - good)
+        if new > 0 or bad > 0:
+            _add(added[name], load.at, max(0, new), max(0, new) + max(0, bad))
     return Base(pod.name, load.instance_id, load.at, _at_risk(pod, load, drain_timeout), counts)
 
 
@@ -163,19 +164,13 @@ def _at_risk(pod: PodView, load: Load, drain_timeout: float) -> int:
     return load.running + load.waiting
 
 
-def _count_lost(base: Base, wanted: Mapping[str, float], added: dict[str, dict[int, list[int]]]) -> None:
-    if base.in_flight > 0:
-        for name in wanted:
-            _add(added[name], base.at, 0, base.in_flight)
+def _add(minutes: dict[int, tuple[int, int]], at: float, good: int, total: int) -> None:
+    start = int(at) // WIDTH * WIDTH
+    before = minutes.get(start, (0, 0))
+    minutes[start] = (before[0] + good, before[1] + total)
 
 
-def _add(minutes: dict[int, list[int]], at: float, good: int, total: int) -> None:
-    entry = minutes.setdefault(int(at) // WIDTH * WIDTH, [0, 0])
-    entry[0] += good
-    entry[1] += total
-
-
-def _merged(buckets: Iterable[Bucket], minutes: dict[int, list[int]], now: float) -> tuple[Bucket, ...]:
+def _merged(buckets: Iterable[Bucket], minutes: dict[int, tuple[int, int]], now: float) -> tuple[Bucket, ...]:
     """The buckets with the new minutes in them, those out of every window left out."""
     merged = {b.start: b for b in buckets}
     for start, (good, total) in minutes.items():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from decodefleet.units import parse_duration
+
 from decodefleet_operator.api import Spec
 
 
@@ -22,6 +23,10 @@ def _is(*values: object) -> Callable[[object], bool]:
     return lambda value: str(value) in map(str, values)
 
 
+def _first_schedule(spec: Spec) -> str | None:
+    return next((schedule.cron for schedule in spec.autoscaling.schedules), None) if spec.autoscaling else None
+
+
 FEATURES = (
     Feature("spec.engine.precision.weights", lambda s: s.engine.precision.weights, _is("auto", "fp32"), True),
     Feature("spec.engine.precision.attention", lambda s: s.engine.precision.attention, _is("auto", "fp32"), True),
@@ -32,10 +37,10 @@ FEATURES = (
     Feature("spec.engine.batching.chunk", lambda s: s.engine.batching.chunk, lambda v: v not in ("Dynamic", "Formula"), True),
     Feature("spec.engine.prediction.method", lambda s: s.engine.prediction.method, _is("None"), True),
     Feature("spec.parallelism.tensor", lambda s: s.parallelism.tensor, _is(1), True),
-    Feature("spec.rollout.canary", lambda s: None if s.rollout.canary is None else f"replicas: {s.rollout.canary.replicas}", _is(None), True),
+    Feature("spec.rollout.canary", lambda s: s.rollout.canary and f"replicas: {s.rollout.canary.replicas}", _is(None), True),
     Feature("spec.rollout.upgradePolicy", lambda s: s.rollout.upgrade_policy, _is("OnSpecChange"), False),
     Feature("spec.autoscaling.minReplicas", lambda s: s.autoscaling.min_replicas if s.autoscaling else None, lambda v: v != 0, False),
-    Feature("spec.autoscaling.schedules", lambda s: (s.autoscaling and s.autoscaling.schedules and s.autoscaling.schedules[0].cron) or None, _is(None), False),
+    Feature("spec.autoscaling.schedules", _first_schedule, _is(None), False),
     Feature("spec.sla.window", lambda s: s.sla.window if s.sla else None, lambda v: parse_duration(str(v)) <= 3600, False),
 )  # fmt: skip
 

@@ -22,7 +22,10 @@ Json = dict[str, Any]
 
 def deployment(generation: int = 1, status: Json | None = None, **spec: Any) -> DecoderDeployment:
     """A resource named `f`; keyword arguments are fields of its spec."""
-    body: Json = {"metadata": {"name": "f", "uid": "fleet", "generation": generation}, "spec": {"model": {"uri": "package://m/m.gguf"}, **spec}}
+    body: Json = {
+        "metadata": {"name": "f", "uid": "fleet", "generation": generation},
+        "spec": {"model": {"uri": "package://m/m.gguf"}, **spec},
+    }
     if status is not None:
         body["status"] = status
     return DecoderDeployment.model_validate(body)
@@ -51,7 +54,14 @@ def load(at: float = NOW, instance: str = "i", **fields: Any) -> Load:
          "arrived_prompt_tokens", "arrived_max_tokens", "prompt_tokens", "generated_tokens", "finished_requests", "finished_output_tokens",
          "failed_requests", "rejected_requests"], 0,
     )  # fmt: skip
-    base |= {"kv_bytes_total": 1000, "busy_seconds": 0.0, "state": "SERVING", "generation": 1, "curve": CURVE, "prefill_tokens_per_second": PREFILL}
+    base |= {
+        "kv_bytes_total": 1000,
+        "busy_seconds": 0.0,
+        "state": "SERVING",
+        "generation": 1,
+        "curve": CURVE,
+        "prefill_tokens_per_second": PREFILL,
+    }
     return Load(at=at, instance_id=instance, **{**base, **fields})
 
 

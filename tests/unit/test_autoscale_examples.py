@@ -60,7 +60,9 @@ def test_3_a_backlog_must_be_gone_in_ten_seconds() -> None:
     # Arriving: 400 / 400 = 1.0. Each of two agents runs 16 and has 48 waiting; of its 25,600 queued output tokens the waiting ones hold
     # 48 / 64, 19,200, but answers are 100 tokens on average: 96 waiting x 100 = 9,600. Their prompts: 2 x 4,800 tokens.
     # Backlog (9,600 / 1000 + 9,600 / 400) / 10 s = 3.36. Demand 4.36; / 0.8 = 5.45 -> 6.
-    busy = {f"f-r1-{i}": load(instance=f"i{i}", running=16, waiting=48, queued_prompt_tokens=4800, queued_output_tokens=25600) for i in range(2)}
+    busy = {
+        f"f-r1-{i}": load(instance=f"i{i}", running=16, waiting=48, queued_prompt_tokens=4800, queued_output_tokens=25600) for i in range(2)
+    }
     assert desired(decide(2, demand(0, 400), agents=busy)) == 6
 
 
@@ -130,7 +132,9 @@ def test_10_a_fast_burn_adds_one() -> None:
 
 
 def test_a_person_can_recompute_it() -> None:
-    busy = {f"f-r1-{i}": load(instance=f"i{i}", running=7, waiting=5 + i, queued_prompt_tokens=777, queued_output_tokens=1234) for i in range(3)}
+    busy = {
+        f"f-r1-{i}": load(instance=f"i{i}", running=7, waiting=5 + i, queued_prompt_tokens=777, queued_output_tokens=1234) for i in range(3)
+    }
     p = decide(3, demand(123.4567891, 987.654321), demand(111, 1000.00049, window=300), agents=busy)
     assert p.status.autoscaling is not None
     i = {k: float(v) for k, v in p.status.autoscaling.inputs.items()}

@@ -108,7 +108,10 @@ def test_answers_of_unknown_length_count_as_what_was_asked_for() -> None:
 
 def test_histories_stay_small() -> None:
     history = steady(3000)
-    assert len(history.ticks) <= HORIZON + 2
+    assert len(history.ticks) <= 160
+    assert [tick.at for tick in history.ticks] == sorted(tick.at for tick in history.ticks)
+    d = demand(history, HORIZON, NOW + 3000)
+    assert d is not None and (d.window, d.requests) == pytest.approx((HORIZON, 2))
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 8), st.integers(0, 40), st.integers(0, 9)), min_size=2, max_size=60))

@@ -148,14 +148,22 @@ def test_ended_pods_are_replaced_with_a_growing_pause() -> None:
         creates.append(waited)
         at += waited
     assert creates == [0, 10, 20, 40, 80, 160]
-    assert condition(p, "Degraded") == ("True", "CrashLooping", "6 pods ended in the last ten minutes, the last one with: model not found: x")
+    assert condition(p, "Degraded") == (
+        "True",
+        "CrashLooping",
+        "6 pods ended in the last ten minutes, the last one with: model not found: x",
+    )
     # Another revision does not wait.
     assert plan(replace(observe(resource, []), memory=memory, revision="r2"), at).create == ("f-r2-0",)
 
 
 def test_a_crash_loop_shows_its_last_message() -> None:
     sick = pending(0, phase="Running", restarts=4, problem="CUDA out of memory")
-    assert condition(plan(observe(deployment(replicas=1), [sick]), NOW), "Degraded") == ("True", "CrashLooping", "f-r1-0: CUDA out of memory")
+    assert condition(plan(observe(deployment(replicas=1), [sick]), NOW), "Degraded") == (
+        "True",
+        "CrashLooping",
+        "f-r1-0: CUDA out of memory",
+    )
     stuck = pending(0, problem="ImagePullBackOff")
     assert condition(plan(observe(deployment(replicas=1), [stuck]), NOW), "Degraded")[:2] == ("True", "PodFailing")
     starting = pending(0, problem="ContainerCreating")
@@ -267,7 +275,11 @@ def test_a_malformed_resource_changes_the_status_alone() -> None:
         ({"rollout": {"canary": {"replicas": 1}}}, "spec.rollout.canary: replicas: 1", True),
         ({"sla": {"window": "6h"}}, "spec.sla.window: 6h", False),
         ({"autoscaling": {"minReplicas": 0, "maxReplicas": 3}}, "spec.autoscaling.minReplicas: 0", False),
-        ({"autoscaling": {"maxReplicas": 3, "schedules": [{"cron": "0 8 * * *", "minReplicas": 2}]}}, "spec.autoscaling.schedules: 0 8", False),
+        (
+            {"autoscaling": {"maxReplicas": 3, "schedules": [{"cron": "0 8 * * *", "minReplicas": 2}]}},
+            "spec.autoscaling.schedules: 0 8",
+            False,
+        ),
     ],
 )
 def test_what_this_version_does_not_have_is_named(spec: dict[str, Any], named: str, blocks: bool) -> None:

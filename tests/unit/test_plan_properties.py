@@ -47,16 +47,14 @@ def pods(draw: st.DrawFn, n: int) -> PodView:
     revision = draw(st.sampled_from(["r1", "r1", "r0"]))
     ready = draw(st.booleans())
     return PodView(
-        f"f-{revision}-{n}", f"u{n}", "1", revision, draw(times), draw(st.sampled_from(["Pending", "Running", "Running", "Failed", "Succeeded"])),
-        ready, draw(st.booleans()), draw(maybe_time), draw(st.none() | st.none() | times),
-        ready_at=draw(times) if ready else draw(maybe_time), unschedulable_since=draw(st.none() | st.none() | times),
+        f"f-{revision}-{n}", f"u{n}", "1", revision, draw(times),
+        draw(st.sampled_from(["Pending", "Running", "Running", "Failed", "Succeeded"])), ready, draw(st.booleans()), draw(maybe_time),
+        draw(st.none() | st.none() | times), ready_at=draw(times) if ready else draw(maybe_time), unschedulable_since=draw(st.none() | st.none() | times),
         lost=draw(st.integers(0, 5)) == 0, restarts=draw(st.integers(0, 2)), problem=draw(st.none() | st.just("exit 1")),
     )  # fmt: skip
 
 
-demands = st.none() | st.builds(
-    lambda r, p, o: Demand(30, r, r * p, r * o, r * o), st.floats(0, 50), st.floats(0, 1000), st.floats(0, 500)
-)
+demands = st.none() | st.builds(lambda r, p, o: Demand(30, r, r * p, r * o, r * o), st.floats(0, 50), st.floats(0, 1000), st.floats(0, 500))
 memories = st.builds(
     lambda since, told, decided: Memory(since, tuple(sorted(told)), decisions=tuple(sorted(decided))),
     times, st.lists(st.tuples(times, st.integers(1, 14)), max_size=5), st.lists(st.tuples(times, st.integers(0, 14)), max_size=4),
@@ -70,7 +68,8 @@ def observations(draw: st.DrawFn) -> Any:
     for n, pod in enumerate(some):
         if draw(st.integers(0, 3)):
             answers[pod.name] = load(
-                NOW - draw(st.sampled_from([0, 1, 5, 30])), f"i{n}", state=draw(st.sampled_from(["LOADING", "SERVING", "SERVING", "DRAINING"])),
+                NOW - draw(st.sampled_from([0, 1, 5, 30])), f"i{n}",
+                state=draw(st.sampled_from(["LOADING", "SERVING", "SERVING", "DRAINING"])),
                 running=draw(st.integers(0, 3)), waiting=draw(st.integers(0, 20)), queued_prompt_tokens=draw(st.integers(0, 9000)),
                 queued_output_tokens=draw(st.integers(0, 9000)), generation=draw(st.integers(0, 2)),
                 **({} if draw(st.booleans()) else {"curve": ()}),
