@@ -13,7 +13,7 @@ import kopf
 import kubernetes.client
 
 from decodefleet_operator.api import API_VERSION, GROUP, PLURAL, VERSION
-from decodefleet_operator.cluster.client import OUTAGE, ApiClient, ApiError, Object, authorization, object_path
+from decodefleet_operator.cluster.client import FIELD_MANAGER, OUTAGE, ApiClient, ApiError, Object, authorization, object_path
 from decodefleet_operator.cluster.views import Parsed, parse_resource
 from decodefleet_operator.observation import Key
 
@@ -163,6 +163,7 @@ async def _operate(feed: Feed, configuration: kubernetes.client.Configuration, n
         registry=registry,
         settings=settings(),
         standalone=True,
+        identity=FIELD_MANAGER,  # type: ignore[arg-type]  # else kopf would look the user up, which a container need not have
         clusterwide=namespace is None,
         namespaces=[namespace] if namespace else (),
         stop_flag=stop,
