@@ -98,7 +98,7 @@ def _autoscaling(snapshot: Snapshot, resource: DecoderDeployment) -> str:
     if spec is None:
         return "\nAutoscaling:           off; `decodefleet scale` sets the count"
     lines = [
-        f"\nAutoscaling:           {spec.mode}, {spec.min_replicas} to {spec.max_replicas} replicas, each filled to {spec.target_utilization:.0%}",
+        f"\nAutoscaling:           {spec.mode}, {spec.min_replicas} to {spec.max_replicas} replicas, filled {spec.target_utilization:.0%}",
         f"  Desired:             {dash(status.get('desired'))}" + (f", because {status['reason']}" if status.get("reason") else ""),
     ]
     if status.get("clampedBy"):

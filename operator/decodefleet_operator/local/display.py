@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from typing import Protocol
@@ -49,9 +51,24 @@ def display(name: str, model: str, detached: bool) -> Iterator[Display]:
     if not console.is_terminal:
         yield Lines(name, model, detached)
         return
-    with Live(console=console, refresh_per_second=10, transient=True) as live:
-        screen = Picture(name, model, detached, live, console)
-        yield screen
+    with _quiet_keys(), Live(console=console, refresh_per_second=10, transient=True) as live:
+        yield Picture(name, model, detached, live, console)
+
+
+@contextlib.contextmanager
+def _quiet_keys() -> Iterator[None]:
+    """Typed keys, the ^C of Ctrl-C among them, do not show up inside the picture."""
+    descriptor = sys.stdin.fileno()
+    if not os.isatty(descriptor) or os.tcgetpgrp(descriptor) != os.getpgrp():  # the kernel stops a job in the background that asks for this
+        yield
+        return
+    before = termios.tcgetattr(descriptor)
+    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(descriptor, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 class Lines:
