@@ -229,7 +229,7 @@ def ask(prompt: str | None = None, *, request_id: str = "", chat: list[tuple[str
     return request
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tools() -> Any:
     """Helpers for tests, which cannot import each other's modules."""
 

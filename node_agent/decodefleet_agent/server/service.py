@@ -52,7 +52,11 @@ class Service:
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT, then drains. Raises StartupError before anything was served, Failure if the engine died."""
-        http = await self._start()
+        try:
+            http = await self._start()
+        except BaseException:
+            await asyncio.gather(self.serving.stop(None), self.control.stop(None))
+            raise
         engine = asyncio.create_task(self.link.run())
         load = asyncio.create_task(self._load())
         terminate = asyncio.create_task(self._terminate.wait())
