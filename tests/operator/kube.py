@@ -9,7 +9,7 @@ from typing import Any
 
 from decodefleet_operator.cluster.client import ApiClient, ApiError, Object, object_path
 
-PATIENCE = 90.0
+PATIENCE = 30.0
 
 _PATHS = {
     "dd": ("decodefleet.dev/v1alpha1", "decoderdeployments"),

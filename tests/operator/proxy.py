@@ -121,6 +121,8 @@ class Proxy:
                         chunk.cancel()
                         break
                     await stream.write(data)
+            except ConnectionError:
+                pass  # the operator has gone
             finally:
                 dropped.cancel()
             return stream

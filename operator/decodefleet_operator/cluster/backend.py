@@ -12,10 +12,11 @@ from decodefleet_operator.backend import Known
 from decodefleet_operator.cluster.apply import apply_plan
 from decodefleet_operator.cluster.client import ApiClient, object_path
 from decodefleet_operator.cluster.fleet import Fleet, current_revision
+from decodefleet_operator.cluster.kopf_watch import Watch
 from decodefleet_operator.cluster.objects import SELECTOR, endpoint
 from decodefleet_operator.cluster.prepare import prepare_fleet
 from decodefleet_operator.cluster.reflector import IDLE, Reflector
-from decodefleet_operator.cluster.resources import Resources, Watch
+from decodefleet_operator.cluster.resources import Resources
 from decodefleet_operator.cluster.views import ChildView, OwnedPod, RevisionView, child_view, owned_pod, revision_view
 from decodefleet_operator.observation import Key, PodView
 from decodefleet_operator.planning import Plan
