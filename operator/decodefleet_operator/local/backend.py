@@ -202,15 +202,17 @@ class LocalBackend:
     def _shown(self) -> tuple[Any, ...]:
         """What of the resource concerns a decision: its status does not."""
         resource = self._resource
-        return (resource.spec, resource.metadata, self._error) if resource else (None, None, self._error)
+        if resource is None:
+            return (self._error,)
+        return (resource.spec, resource.metadata.generation, resource.metadata.annotations, self._error)
 
     def _edit(self, change: Callable[[Json], Json]) -> None:
-        """Writes the resource, and knows the result at once."""
-        self._take(home.edit(self.fleet, change))
+        """Writes the resource, and knows the result at once: what somebody else wrote since the last look is in it."""
+        if self._take(home.edit(self.fleet, change)):
+            self._changed()
 
     def _write_replicas(self, replicas: int) -> None:
         self._edit(lambda resource: with_replicas(resource, replicas, MANAGER))
-        self._changed()
 
     def _write_status(self, plan: Plan) -> None:
         status = plan.status.model_dump(mode="json", by_alias=True, exclude_none=True)

@@ -52,13 +52,17 @@ def scale(parser: Parser) -> None:
 
 def _run(command: str, args: argparse.Namespace) -> int:
     from decodefleet_operator.local.home import FleetError
-    from decodefleet_operator.local.manifest import ManifestError
 
     try:
         return import_module(f"decodefleet_operator.local.{command}").run(args)
-    except (FleetError, ManifestError) as error:
-        print(f"decodefleet {command}: {error}", file=sys.stderr)
-        return 1
+    except FleetError as error:
+        message = str(error)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    print(f"decodefleet {command}: {message}", file=sys.stderr)
+    return 1
 
 
 def _port(text: str) -> int:

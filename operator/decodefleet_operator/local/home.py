@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from decodefleet.endpoints import state_directory
+
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 Json = dict[str, Any]
@@ -86,10 +88,7 @@ class Fleet:
 
 def home() -> Path:
     """The folder of all local fleets: $DECODEFLEET_HOME, or decodefleet in the XDG state folder."""
-    if named := os.environ.get("DECODEFLEET_HOME"):
-        return Path(named).expanduser().absolute()
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "decodefleet"
+    return state_directory()
 
 
 def fleet(name: str) -> Fleet:

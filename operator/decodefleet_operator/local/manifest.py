@@ -10,9 +10,10 @@ from pydantic import ValidationError
 
 from decodefleet_operator.api import API_VERSION, KIND, DecoderDeployment
 from decodefleet_operator.invalid import explain
+from decodefleet_operator.local.home import FleetError
 
 
-class ManifestError(Exception):
+class ManifestError(FleetError):
     """The file cannot be used; the message names file, field and what to change."""
 
 

@@ -52,7 +52,8 @@ def _accompany(fleet: Fleet, supervisor: subprocess.Popen[bytes], args: argparse
         snapshot = look(fleet)
         code = supervisor.poll()
         if code is not None:
-            return _ended(fleet, code, snapshot, screen)
+            status = _ended(fleet, code, snapshot, screen)
+            return 130 if asked and args.detach else status or int(args.detach)  # nothing runs, which is not what --detach asked for
         if len(asked) > told:
             told = len(asked)
             supervisor.send_signal(signal.SIGTERM)
@@ -97,9 +98,11 @@ def _give_up(fleet: Fleet, supervisor: subprocess.Popen[bytes], failure: str, sc
 def _apply(fleet: Fleet, resource: DecoderDeployment, args: argparse.Namespace) -> int:
     """The fleet runs: its spec becomes that of the file, as with `kubectl apply`."""
     before = home.read(fleet.resource) or {}
+    info = look(fleet).info
+    if info.get("stopping"):
+        raise FleetError(f"fleet {fleet.name} is stopping; try again when it is gone")
     after = home.edit(fleet, lambda old: _merged(old, resource))
     if after["spec"] == before.get("spec"):
-        info = look(fleet).info
         raise FleetError(
             f"fleet {fleet.name} is running already at {info.get('endpoint', 'an address to come')} (process {info.get('pid')}), "
             f"and {args.file} asks for nothing else; stop it with `decodefleet down {fleet.name}`"
@@ -115,6 +118,9 @@ def _apply(fleet: Fleet, resource: DecoderDeployment, args: argparse.Namespace) 
             if snapshot.ready:
                 screen.ready(snapshot, time.monotonic() - began)
                 return 0
+            if snapshot.failure is not None:
+                screen.failed(f"{snapshot.failure}\nIt goes on with what ran before where it can; mend {args.file} and run this again")
+                return 1
             if args.timeout is not None and time.monotonic() - began > args.timeout:
                 screen.failed(f"it was not ready after {args.timeout:g} seconds; it goes on, see `decodefleet describe {fleet.name}`")
                 return 1

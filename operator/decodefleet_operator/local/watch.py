@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from decodefleet_operator.local import home
 from decodefleet_operator.local.home import Fleet, Json
@@ -33,6 +34,7 @@ class Agent:
     running: int | None
     waiting: int | None
     ready: bool
+    revision: str
 
     @property
     def phrase(self) -> str:
@@ -62,7 +64,17 @@ class Snapshot:
     @property
     def agents(self) -> list[Agent]:
         return [
-            Agent(a["name"], a["phase"], a["startedAt"], a["restarts"], a["problem"], a["running"], a["waiting"], a["readyAt"] is not None)
+            Agent(
+                name=a["name"],
+                phase=a["phase"],
+                since=a["startedAt"],
+                restarts=a["restarts"],
+                problem=a["problem"],
+                running=a["running"],
+                waiting=a["waiting"],
+                ready=a["readyAt"] is not None,
+                revision=a["revision"],
+            )
             for a in self.state.get("agents", [])
         ]
 
@@ -74,21 +86,28 @@ class Snapshot:
         return next((c for c in self.status.get("conditions", []) if c["type"] == type_), None)
 
     @property
+    def current(self) -> bool:
+        """Whether the status speaks of the spec as it is."""
+        return self.status.get("observedGeneration") == self.resource.get("metadata", {}).get("generation", 0)
+
+    @property
     def ready(self) -> bool:
         """Whether the fleet is what the newest spec asks for."""
-        current = self.status.get("observedGeneration") == self.resource.get("metadata", {}).get("generation")
         ready = self.condition("Ready")
-        return current and ready is not None and ready["status"] == "True" and self.endpoint is not None
+        return self.current and ready is not None and ready["status"] == "True" and self.endpoint is not None
 
     @property
     def failure(self) -> str | None:
-        """Why the fleet cannot become ready: what an agent said that ended before it was ever warm, or what the supervisor said."""
+        """Why the fleet cannot become what is asked for: by its supervisor, by the plan, or by the first words of an agent that ended."""
         if self.info.get("error"):
             return self.info["error"]
-        agents = self.agents
-        if any(agent.ready for agent in agents):
+        progressing, degraded = self.condition("Progressing"), self.condition("Degraded")
+        if self.current and progressing and progressing["reason"] in ("Blocked", "Suspended"):
+            return degraded["message"] if degraded and degraded["status"] == "True" else progressing["message"]
+        newest = [agent for agent in self.agents if agent.revision == self.status.get("revision")]
+        if any(agent.ready for agent in newest):
             return None
-        return next((agent.problem for agent in agents if agent.problem and agent.restarts), None)
+        return next((agent.problem for agent in newest if agent.problem and agent.restarts), None)
 
 
 def look(fleet: Fleet) -> Snapshot:
@@ -110,6 +129,4 @@ def since(timestamp: str | None) -> str:
     """The age of an RFC 3339 time; a dash where there is none."""
     if not timestamp:
         return "-"
-    from datetime import datetime
-
     return age(time.time() - datetime.fromisoformat(timestamp.replace("Z", "+00:00")).timestamp())
