@@ -4,15 +4,19 @@
 #
 # BASE  a Debian image with Python 3.11 or newer
 ARG BASE=python:3.11-slim
+# The requirements are a stage, and their installation a layer, of their own: they are installed again only when they change.
+FROM ${BASE} AS requirements
+COPY pyproject.toml .
+RUN python3 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['operator'], sep='\n')" > /requirements.txt
+
 FROM ${BASE} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/decodefleet
 WORKDIR /src
-# The dependencies are a layer of their own, so that a changed source file does not install them again.
-COPY pyproject.toml constraints.txt ./
-RUN python3 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); print(*p['project']['dependencies'], *p['project']['optional-dependencies']['operator'], sep='\n')" > requirements.txt \
-    && /opt/decodefleet/bin/pip install -r requirements.txt -c constraints.txt
-COPY README.md ./
+COPY --from=requirements /requirements.txt .
+COPY constraints.txt .
+RUN /opt/decodefleet/bin/pip install -r requirements.txt -c constraints.txt
+COPY pyproject.toml README.md ./
 COPY proto proto
 COPY operator operator
 COPY node_agent node_agent

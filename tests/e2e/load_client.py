@@ -124,6 +124,8 @@ class Load:
             first = [self.one(args.first_tokens) for _ in range(args.first)]
             await asyncio.gather(*first, *(self.worker() for _ in range(args.concurrency)))
             return
+        while len(self.instances) < len(await asyncio.to_thread(addresses, args.target)):
+            await self.one(args.max_tokens)  # a burst meets every replica only once all are connected
         while not await self.over():
             await asyncio.gather(*(self.one(args.max_tokens) for _ in range(min(args.concurrency, args.requests - self.sent))))
 
@@ -141,7 +143,7 @@ async def main() -> None:
     parser.add_argument("--deadline", type=float)
     parser.add_argument("--timeout", type=float, default=240)
     end = parser.add_mutually_exclusive_group(required=True)
-    end.add_argument("--requests", type=int)
+    end.add_argument("--requests", type=int, help="with --bursts: about so many")
     end.add_argument("--until-instances", type=int)
     end.add_argument("--until-addresses", type=int)
     args = parser.parse_args()
