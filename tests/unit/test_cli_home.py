@@ -134,3 +134,14 @@ def test_a_write_that_fails_leaves_the_old_content(folder: Path) -> None:
         home.write(fleet.info, {"a": object()})
     assert json.loads(fleet.info.read_text()) == {"a": 1}
     os.close(lock)
+
+
+def test_an_owner_is_seen_until_it_ends_also_when_the_folder_is_gone(folder: Path) -> None:
+    fleet = home.fleet("a")
+    lock = home.claim(fleet)
+    with home.owned(fleet) as still_owned:
+        home.remove(fleet)
+        assert not home.running(fleet)
+        assert still_owned()
+        os.close(lock)
+        assert not still_owned()

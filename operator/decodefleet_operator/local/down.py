@@ -32,18 +32,22 @@ def run(args: argparse.Namespace) -> int:
     pid = int(snapshot.info["pid"]) if "pid" in snapshot.info else None
     if pid is None:
         raise FleetError(f"fleet {fleet.name} is just starting; try again in a moment")
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace + BEYOND_GRACE
-    while home.running(fleet):
-        if time.monotonic() > deadline:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            deadline += BEYOND_GRACE
-        time.sleep(POLL)
+    with home.owned(fleet) as still_owned:
+        _signal(pid, signal.SIGTERM)
+        deadline = time.monotonic() + grace + BEYOND_GRACE
+        while still_owned():
+            if time.monotonic() > deadline:
+                _signal(pid, signal.SIGKILL)
+                deadline += BEYOND_GRACE
+            time.sleep(POLL)
     home.clear_if_dead(fleet)
     print(f"{fleet.name} is stopped; nothing is left of it")
     return 0
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _clear(left: list[Fleet], name: str | None) -> int:

@@ -121,6 +121,28 @@ def running(fleet: Fleet) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def owned(fleet: Fleet) -> Iterator[Callable[[], bool]]:
+    """Tells whether the process that owns the fleet now lives on, also after it has removed the folder. Raises FleetError if none does."""
+    try:
+        descriptor = os.open(fleet.lock, os.O_RDWR)
+    except FileNotFoundError as error:
+        raise FleetError(f"fleet {fleet.name} is gone") from error
+
+    def still_owned() -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        return False
+
+    try:
+        yield still_owned
+    finally:
+        os.close(descriptor)
+
+
 def only(name: str | None) -> Fleet:
     """The running fleet of that name, or the only one there is. Raises FleetError."""
     alive = [f for f in fleets() if running(f)]
