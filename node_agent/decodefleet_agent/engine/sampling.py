@@ -9,7 +9,8 @@ from decodefleet_agent.messages import Sampling, TokenLogprob
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
     """A number in [0, 1) that depends on nothing but its key: Philox4x64-10, key (seed, sample_index), counter (position, 0, 0, 0)."""
-    bits = np.random.Philox(key=[seed & 0xFFFFFFFFFFFFFFFF, sample_index], counter=[position, 0, 0, 0]).random_raw()
+    key, counter = np.array([seed, sample_index], np.uint64), np.array([position, 0, 0, 0], np.uint64)
+    bits = np.random.Philox(key=key, counter=counter).random_raw()
     return (int(bits) >> 11) * 2.0**-53
 
 
