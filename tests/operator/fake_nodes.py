@@ -128,8 +128,8 @@ class FakeNodes:
         secret = await self._api.get(object_path("v1", "secrets", self._namespace, secret_name))
         agent = Agent(f"{_TAKEN}.{self._next}", base64.b64decode(secret["data"]["token"]).decode())
         self._next += 1
+        self.agents[name] = agent  # before it starts, so that it is stopped whatever happens
         await agent.start()
-        self.agents[name] = agent
         await self._api.merge(object_path("v1", "pods", self._namespace, name, "status"), {"status": running(agent.address)})
 
     async def _end(self, name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from decodefleet_operator.cluster.client import ApiClient, ApiError, Object, object_path
 
-PATIENCE = 30.0
+PATIENCE = 120.0  # seconds; what is waited for takes one or two of them on a machine of one's own
 
 _PATHS = {
     "dd": ("decodefleet.dev/v1alpha1", "decoderdeployments"),

@@ -104,7 +104,7 @@ class Proxy:
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP} | {"Authorization": f"Bearer {self.token}"}
         body = await request.read()
         async with self._session.request(
-            request.method, URL(self.server + request.raw_path, encoded=True), headers=headers, data=body
+            request.method, URL(self.server + request.raw_path, encoded=True), headers=headers, data=body or None
         ) as answer:
             self.passed.append(replace(seen, status=answer.status))
             kept = {k: v for k, v in answer.headers.items() if k.lower() in ("content-type", "retry-after")}
