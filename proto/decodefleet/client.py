@@ -77,16 +77,23 @@ def build_request(prompt: Input, *, request_id: str = "", priority: int = 0, **s
     request = pb.GenerateRequest(request_id=request_id, priority=priority, sampling=pb.Sampling(**given))
     if isinstance(prompt, str):
         request.prompt = prompt
-    elif all(isinstance(item, int) for item in prompt):
-        request.token_ids.ids.extend(prompt)
-    else:
-        request.chat.messages.extend(pb.ChatMessage(role=role, content=content) for role, content in prompt)
+        return request
+    for item in prompt:
+        if isinstance(item, int):
+            request.token_ids.ids.append(item)
+        else:
+            role, content = item
+            request.chat.messages.add(role=role, content=content)
     return request
+
+
+# A request that crosses the GOAWAY of a draining replica on the wire comes back as CANCELLED; our own cancellations never get here.
+_ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 def _may_retry(error: grpc.RpcError, attempt: int) -> bool:
     """Nothing of the stream has come: another replica may serve it from the start."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE and attempt < MAX_RETRIES
+    return error.code() in _ELSEWHERE and attempt < MAX_RETRIES
 
 
 def _pause(attempt: int) -> float:

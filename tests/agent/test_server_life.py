@@ -95,6 +95,33 @@ def test_the_drain_timeout_cuts_streams_with_unavailable(start, tools) -> None:
     assert agent.request_log()["cut"]["outcome"] == "failed"
 
 
+def test_a_second_signal_does_not_wait(start, tools) -> None:
+    agent = start(script={"step": 0.05}, drainTimeout="600s")
+    call = agent.decoding.Generate(tools.ask("a b c", max_tokens=500))
+    next(call)
+    agent.process.send_signal(signal.SIGINT)
+    tools.wait_for(lambda: agent.load().state == control_pb2.AGENT_STATE_DRAINING, "the drain")
+    agent.process.send_signal(signal.SIGINT)
+    assert code_of(call)[0] is grpc.StatusCode.UNAVAILABLE
+    assert agent.end()[0] == 0
+
+
+def test_a_stream_outlives_its_connection(start, tools) -> None:
+    """The server ends connections after 30 seconds, so that clients that balance find new replicas."""
+    agent = start(script={"step": 0.25})
+    states: list[grpc.ChannelConnectivity] = []
+    agent.serving_channel.subscribe(states.append)
+    call = agent.decoding.Generate(tools.ask("a b c", max_tokens=400))
+    messages = [next(call)]
+    for message in call:
+        messages.append(message)
+        if states and states[-1] is grpc.ChannelConnectivity.IDLE:
+            break
+    assert grpc.ChannelConnectivity.READY in states and states[-1] is grpc.ChannelConnectivity.IDLE
+    assert next(call).deltas  # the stream goes on
+    call.cancel()
+
+
 def test_requests_that_arrive_during_a_drain_are_served_or_told_to_go(start, tools) -> None:
     """Whatever the moment: the whole answer, or UNAVAILABLE before the first message."""
     agent = start(script={"step": 0.01}, engine={"batching": {"maxBatch": 64}})
@@ -111,7 +138,7 @@ def test_requests_that_arrive_during_a_drain_are_served_or_told_to_go(start, too
                 messages = []
                 try:
                     for message in stub.Generate(tools.ask("a b c", max_tokens=5)):
-                        messages.append(message)  # noqa: PERF402
+                        messages.append(message)
                     served += 1
                     if not messages[-1].HasField("usage"):
                         wrong.append("an answer without its end")

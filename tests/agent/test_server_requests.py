@@ -84,7 +84,7 @@ def test_refusals_are_counted_and_nothing_is_left(echo, tools) -> None:
     assert after.arrived_requests == before.arrived_requests and after.running + after.waiting == 0
 
 
-def refused(agent, request: decoding_pb2.GenerateRequest, words: list[str], code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
+def refused(agent, request, words: list[str], code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         list(agent.decoding.Generate(request, timeout=60))
     assert caught.value.code() is code, caught.value.details()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -46,11 +47,9 @@ def test_stop_strings_across_tokens_and_characters(echo, tools, tokenizer, stop:
     assert answer.text() == text[: text.index(stop)]
     assert answer.finish() == decoding_pb2.FINISH_REASON_STOP
     # Usage counts up to the token that completed the stop, and so do the ids.
-    ids, pieces = tokenizer.encode(text), b""
-    for count, token in enumerate(ids, 1):
-        pieces += tokenizer.token_bytes[token]
-        if stop.encode() in pieces:
-            break
+    ids = tokenizer.encode(text)
+    texts = itertools.accumulate(tokenizer.token_bytes[token] for token in ids)
+    count = next(count for count, data in enumerate(texts, 1) if stop.encode() in data)
     assert answer.usage.completion_tokens == count and answer.tokens() == ids[:count]
 
 

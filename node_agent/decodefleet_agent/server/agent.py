@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -13,7 +14,7 @@ from decodefleet.config import AgentConfig
 from decodefleet.units import parse_duration
 from decodefleet.v1 import control_pb2
 from decodefleet_agent.messages import Progress, Ready, Stats
-from decodefleet_agent.server.errors import Refused, unavailable
+from decodefleet_agent.server.errors import Refused, invalid, unavailable
 from decodefleet_agent.server.metrics import Metrics
 from decodefleet_agent.server.objectives import Measured, Objectives, Outcome
 from decodefleet_agent.server.request_log import RequestLog
@@ -45,6 +46,8 @@ class Agent:
         self.model: ServedModel | None = None
         self.ready: Ready | None = None
         self.stats = Stats()
+        self.told_to_go = asyncio.Event()  # clients have been sent GOAWAY, so that a refused one tries elsewhere
+        self.calls = 0  # of Generate, whatever became of them
         self.in_flight = 0  # sequences of requests that were admitted and have not ended
         self.max_waiting = config.engine.batching.max_waiting
         self.drain_timeout = parse_duration(config.drain_timeout)
@@ -103,6 +106,9 @@ class Agent:
 
     def admit(self, work: Work) -> None:
         """Counts the request as arrived, and as in flight. Raises Refused with RESOURCE_EXHAUSTED if the queue is full."""
+        most = self.config.engine.batching.max_batch + self.max_waiting
+        if len(work.samples) > most:
+            raise invalid(f"sampling.n: is {len(work.samples)}; this agent runs and queues at most {most} samples together")
         self.metrics.arrived.inc()
         self.metrics.arrived_prompt_tokens.inc(len(work.prompt_ids))
         self.metrics.arrived_max_tokens.inc(work.max_tokens)

@@ -12,7 +12,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from decodefleet.v1 import decoding_pb2 as pb
 from decodefleet.v1 import decoding_pb2_grpc
-from decodefleet_agent.server.agent import Agent
+from decodefleet_agent.server.agent import Agent, Phase
 from decodefleet_agent.server.engine_link import EngineDied, EngineLink
 from decodefleet_agent.server.errors import Refused
 from decodefleet_agent.server.objectives import Measured, Outcome
@@ -33,14 +33,18 @@ class Decoding(decoding_pb2_grpc.DecodingServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         arrived = time.monotonic()
+        self._agent.calls += 1
         try:
             work = await self._admit(request, arrived)
         except Refused as refusal:
             self._agent.metrics.rejected.labels(refusal.reason).inc()
+            if self._agent.phase is Phase.DRAINING:
+                await self._agent.told_to_go.wait()
             await _abort(context, refusal)
-        refusal = await self._serve(work, context, arrived)
-        if refusal is not None:
-            await _abort(context, refusal)
+            return
+        failure = await self._serve(work, context, arrived)
+        if failure is not None:
+            await _abort(context, failure)
 
     async def _admit(self, request: pb.GenerateRequest, arrived: float) -> Work:
         work = await read_request(request, self._agent.serving_model())
@@ -48,7 +52,8 @@ class Decoding(decoding_pb2_grpc.DecodingServicer):
         try:
             self._agent.admit(work)
         except Refused as refusal:
-            self._agent.reject(work, Measured(duration=time.monotonic() - arrived), refusal.message)
+            if refusal.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                self._agent.reject(work, Measured(duration=time.monotonic() - arrived), refusal.message)
             raise
         return work
 
@@ -85,12 +90,9 @@ class Decoding(decoding_pb2_grpc.DecodingServicer):
             self._agent.leave(work, outcome, stream.measure(), stream.completion_tokens, error)
 
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
-        try:
-            model = self._agent.serving_model()
-        except Refused as refusal:
-            if self._agent.model is None:
-                await _abort(context, refusal)
-            model = self._agent.model
+        if (model := self._agent.model) is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"the agent is not ready: {self._agent.progress}")
+            return pb.GetModelResponse()
         info, template = model.info, model.tokenizer.chat_template
         return pb.GetModelResponse(
             uri=self._agent.config.model_uri,

@@ -8,7 +8,6 @@ import itertools
 import logging
 import socket
 import sys
-import time
 from collections.abc import Callable
 
 from decodefleet.config import AgentConfig
@@ -18,7 +17,8 @@ from decodefleet_agent.messages import Cancel, Commands, Failed, Output, Progres
 log = logging.getLogger(__name__)
 
 ENGINE = (sys.executable, "-m", "decodefleet_agent.engine")
-_STOP_PATIENCE = 10.0  # seconds that the engine gets to end by itself
+_STOP_PATIENCE = 2.0  # seconds that an engine without work gets to end by itself
+_EXIT_PATIENCE = 10.0  # seconds from the end of its channel to its exit code
 
 
 class EngineDied(Exception):
@@ -70,11 +70,11 @@ class EngineLink:
         self._on_progress, self._on_ready, self._on_stats = on_progress, on_ready, on_stats
         self._inboxes: dict[int, Inbox] = {}
         self._ids = itertools.count(1)
-        self._pending: list[Submit | Cancel] = []
+        self._pending: list[Submit | Cancel | Stop] = []
         self._wanted = asyncio.Event()
+        self._ready = False
         self._channel: channel.AsyncChannel | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self.last_message = time.monotonic()
 
     async def run(self) -> None:
         """Starts the engine and serves it until it ends; always raises EngineDied."""
@@ -91,7 +91,7 @@ class EngineLink:
         except EngineDied as error:
             reason = error
         except channel.ChannelClosed:
-            reason = EngineDied(f"the engine's process ended with {_describe(await self._wait())}")
+            reason = EngineDied(f"the engine's process ended with {_describe(await self._wait(_EXIT_PATIENCE))}")
         finally:
             sender.cancel()
         for inbox in self._inboxes.values():
@@ -101,13 +101,13 @@ class EngineLink:
     async def _receive(self, link: channel.AsyncChannel) -> None:
         while True:
             message = channel.decode_engine_message(await link.receive_one())
-            self.last_message = time.monotonic()
             match message:
                 case StepResult():
                     for output in message.outputs:
                         self._deliver(output)
                     self._on_stats(message.stats)
                 case Ready():
+                    self._ready = True
                     self._on_ready(message)
                 case Progress():
                     self._on_progress(message)
@@ -148,12 +148,12 @@ class EngineLink:
             with contextlib.suppress(channel.ChannelClosed):  # it ended by itself
                 await self._channel.send(channel.encode(Commands([Stop()])))
             await self._channel.close()
-        await self._wait()
+        await self._wait(_STOP_PATIENCE if self._ready else 0.0)
 
-    async def _wait(self) -> int:
+    async def _wait(self, patience: float) -> int:
         assert self._process is not None
         try:
-            return await asyncio.wait_for(self._process.wait(), _STOP_PATIENCE)
+            return await asyncio.wait_for(self._process.wait(), patience)
         except TimeoutError:
             self._process.kill()
             return await self._process.wait()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
+import time
 from pathlib import Path
 
 from decodefleet.config import AgentConfig
@@ -27,6 +29,8 @@ from decodefleet_agent.text.tokenizer import Tokenizer, load_tokenizer
 log = logging.getLogger(__name__)
 
 _LAST_WORDS = 2.0  # seconds in which ended streams get their status out
+_LINGER = 2.0  # seconds, at most, between the end of admission and GOAWAY
+_QUIET = 0.05
 _POLL = 0.02
 
 
@@ -48,6 +52,7 @@ class Service:
         self.serving, self.control = ports.serving_server(), ports.control_server()
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._terminate = asyncio.Event()
+        self._cut_at = math.inf  # monotonic seconds from which open streams are cut
         self._drained: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -97,7 +102,7 @@ class Service:
         if config.ports_file is not None:
             ports.write_ports(config.ports_file, bound)
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._terminate.set)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         log.info("listening serving=%(serving)d control=%(control)d http=%(http)d", bound)
         return http
 
@@ -116,6 +121,12 @@ class Service:
             return False
         control_pb2_grpc.add_AgentControlServicer_to_server(AgentControl(self.agent, token, self.drain), self.control)
         return True
+
+    def _on_signal(self) -> None:
+        """Drains at the first signal; a second one is somebody who does not want to wait."""
+        if self._terminate.is_set():
+            self._cut_at = 0.0
+        self._terminate.set()
 
     def _on_ready(self, ready: Ready) -> None:
         self.agent.observe_ready(ready)
@@ -146,6 +157,7 @@ class Service:
     async def _engine_died(self, engine: asyncio.Task[None]) -> None:
         """Ends the streams and raises Failure. Their inboxes have been failed already."""
         self.probes.alive = False
+        self.agent.told_to_go.set()
         self.agent.enter(Phase.DRAINING)
         await self.health.not_serving()
         await self._wait_until_idle(_LAST_WORDS)
@@ -155,7 +167,11 @@ class Service:
             raise Failure(str(death)) from death
 
     async def drain(self, timeout: float) -> None:
-        """Begins the drain, once: health first, then admission, then GOAWAY. Open streams get `timeout` seconds. Returns at once."""
+        """Begins the drain: health first, then admission, then GOAWAY. Open streams get `timeout` seconds. Returns at once.
+
+        Calling it again can only shorten the time.
+        """
+        self._cut_at = min(self._cut_at, time.monotonic() + timeout)
         if self._drained is not None:
             return
         await self.health.not_serving()
@@ -164,16 +180,31 @@ class Service:
             self._drained = asyncio.create_task(self._finish(timeout))
 
     async def _finish(self, timeout: float) -> None:
+        await self._wait_for_quiet()
         closing = asyncio.create_task(self.serving.stop(timeout + _LAST_WORDS))
-        await self._wait_until_idle(timeout)
+        await asyncio.sleep(0)  # the stop has begun, and with it GOAWAY is on its way
+        self.agent.told_to_go.set()
+        while self.agent.in_flight and time.monotonic() < self._cut_at:
+            await asyncio.sleep(_POLL)
         if self.agent.in_flight:
-            log.warning("drain timeout=%.1fs cut_sequences=%d", timeout, self.agent.in_flight)
-            self.link.fail_all(unavailable(f"the agent's drain timeout of {timeout:g} s passed", "draining"))
+            log.warning("drain timed_out=true cut_sequences=%d", self.agent.in_flight)
+            self.link.fail_all(unavailable("the agent's drain timeout passed; another replica can resume the stream", "draining"))
             await self._wait_until_idle(_LAST_WORDS)
         # Streams of health and reflection do not end by themselves.
         await self.serving.stop(_LAST_WORDS)
         await closing
         log.info("drained")
+
+    async def _wait_for_quiet(self) -> None:
+        """Stopping cancels the calls that gRPC holds and has not handed over yet; so it waits for a moment in which none came.
+
+        Refused calls are kept until then, or their retries would never let it become quiet.
+        """
+        end = time.monotonic() + _LINGER
+        seen = -1
+        while seen != self.agent.calls and time.monotonic() < end:
+            seen = self.agent.calls
+            await asyncio.sleep(_QUIET)
 
     async def _wait_until_idle(self, timeout: float) -> None:
         with contextlib.suppress(TimeoutError):
