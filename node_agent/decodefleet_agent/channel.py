@@ -55,12 +55,18 @@ class Channel:
         return frame
 
     def receive(self, wait: bool) -> list[bytes]:
-        """All frames that have arrived whole; with `wait`, at least one. Raises ChannelClosed."""
-        while self._read(wait=False):
-            pass
+        """All frames that have arrived whole; with `wait`, at least one. Raises ChannelClosed once all that came before it are taken."""
+        closed: ChannelClosed | None = None
+        try:
+            while self._read(wait=False):
+                pass
+        except ChannelClosed as error:
+            closed = error
         frames = []
         while (frame := self._next_frame()) is not None:
             frames.append(frame)
+        if closed and not frames:
+            raise closed
         return frames or ([self.receive_one()] if wait else [])
 
     def close(self) -> None:

@@ -42,6 +42,16 @@ def test_a_closed_end_is_noticed_in_both_directions() -> None:
         channel.send(b"x")
 
 
+def test_what_was_sent_before_the_end_closed_is_still_received() -> None:
+    ours, theirs = socket.socketpair()
+    Channel(ours).send(b"last words")
+    ours.close()
+    channel = Channel(theirs)
+    assert channel.receive(wait=False) == [b"last words"]
+    with pytest.raises(ChannelClosed):
+        channel.receive(wait=False)
+
+
 def test_a_frame_too_long_is_another_protocol() -> None:
     ours, theirs = socket.socketpair()
     ours.sendall(b"HTTP/1.1 200 OK\r\n")
