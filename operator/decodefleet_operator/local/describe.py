@@ -97,8 +97,9 @@ def _autoscaling(snapshot: Snapshot, resource: DecoderDeployment) -> str:
     spec, status = resource.spec.autoscaling, snapshot.status.get("autoscaling") or {}
     if spec is None:
         return "\nAutoscaling:           off; `decodefleet scale` sets the count"
+    fill = f"{spec.target_utilization:.0%}"
     lines = [
-        f"\nAutoscaling:           {spec.mode}, {spec.min_replicas} to {spec.max_replicas} replicas, filled {spec.target_utilization:.0%}",
+        f"\nAutoscaling:           {spec.mode}, {spec.min_replicas} to {spec.max_replicas} replicas, each filled to {fill}",
         f"  Desired:             {dash(status.get('desired'))}" + (f", because {status['reason']}" if status.get("reason") else ""),
     ]
     if status.get("clampedBy"):
