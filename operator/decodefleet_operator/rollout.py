@@ -42,16 +42,11 @@ def moves(fleet: Fleet, revision: str, wanted: int, limit: int, rollout: Rollout
 
 
 def _old_victims(current: list[PodView], old: list[PodView], floor: int, loads: Mapping[str, Load]) -> list[PodView]:
-    """Old pods that may leave while `floor` pods remain available."""
-    spare = sum(available(pod) for pod in (*current, *old)) - floor
-    # A serving pod that is not ready just now may be back in a moment: it counts until a new one stands in for it.
-    removable = sum(served(pod, loads.get(pod.name)) for pod in old) + sum(available(pod) for pod in current) - floor
-    chosen = []
-    for pod in sorted(old, key=lambda pod: order(pod, loads.get(pod.name))):
-        if not served(pod, loads.get(pod.name)):
-            chosen.append(pod)
-        elif removable > 0 and (spare > 0 or not available(pod)):
-            spare -= available(pod)
-            removable -= 1
-            chosen.append(pod)
-    return chosen
+    """Old pods that may leave while `floor` pods remain available.
+
+    A serving pod that is not ready just now may be back in a moment: it counts like the others until a new one stands in for it, and goes first.
+    """
+    idle = [pod for pod in old if not served(pod, loads.get(pod.name))]
+    busy = [pod for pod in old if served(pod, loads.get(pod.name))]
+    removable = len(busy) + sum(available(pod) for pod in current) - floor
+    return idle + sorted(busy, key=lambda pod: (available(pod), order(pod, loads.get(pod.name))))[: max(0, removable)]

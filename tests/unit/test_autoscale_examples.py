@@ -153,8 +153,11 @@ def test_unknown_holds(short: Demand | None, agents: Any) -> None:
 
 def test_one_silent_pod_stops_shrinking_but_not_growing() -> None:
     two = {f"f-r1-{i}": load(instance=f"i{i}") for i in range(2)}
-    assert desired(decide(3, demand(0, 10), agents=two)) == 3
-    assert desired(decide(3, demand(0, 3000), agents=two)) == 10
+    low = Memory(since=LONG_AGO, recommendations=((LONG_AGO, 1),), decisions=((LONG_AGO, 3),))
+    p = decide(3, demand(0, 10), agents=two, memory=low)
+    assert desired(p) == 3 and clamped(p) == ["metrics"]
+    assert desired(decide(3, demand(0, 10), memory=low)) == 1
+    assert desired(decide(3, demand(0, 3000), agents=two, memory=low)) == 10
 
 
 def test_without_a_measured_capacity_a_queue_adds_one() -> None:

@@ -86,6 +86,12 @@ def test_a_changed_threshold_starts_a_new_window_for_that_objective() -> None:
     assert counted(ledger, now=NOW + 2) == (1, 3) and counted(ledger, UP, NOW + 2) == (14, 20)
 
 
+def test_a_new_epoch_counts_from_zero() -> None:
+    ledger = step(Ledger(), {"f-r1-0": agent(7, 10)})
+    ledger = step(ledger, {"f-r1-0": agent(9, 12, NOW + 1, epoch=3)}, now=NOW + 1)
+    assert counted(ledger, now=NOW + 1) == (16, 22)
+
+
 def test_windows_forget() -> None:
     ledger = step(Ledger(), {"f-r1-0": agent(7, 10)})
     later = step(ledger, {"f-r1-0": agent(8, 12, NOW + 3000)}, now=NOW + 3000)
