@@ -130,7 +130,7 @@ class Picture:
         self._console.print(text)
 
     def failed(self, message: str, detail: str = "") -> None:
-        self._live.update(Text())
+        self._live.stop()  # it would erase what is printed to the other stream
         error = Console(stderr=True, highlight=False)
         error.print(Text.assemble(("✗ ", "red"), (self._name, "bold"), " could not start"))
         error.print(Padding(Text(message), (0, 2)))
@@ -138,7 +138,7 @@ class Picture:
             error.print(Padding(Text(detail, style="dim"), (1, 2)))
 
     def stopped(self) -> None:
-        self._live.update(Text())
+        self._live.stop()
         self._console.print(Text.assemble(("✔ ", "green"), (self._name, "bold"), " is stopped; nothing is left of it"))
 
     def _picture(self, snapshot: Snapshot, stopping: bool) -> RenderableType:
