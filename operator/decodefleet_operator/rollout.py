@@ -44,7 +44,7 @@ def moves(fleet: Fleet, revision: str, wanted: int, limit: int, rollout: Rollout
 def _old_victims(current: list[PodView], old: list[PodView], floor: int, loads: Mapping[str, Load]) -> list[PodView]:
     """Old pods that may leave while `floor` pods remain available.
 
-    A serving pod that is not ready just now may be back in a moment: it counts like the others until a new one stands in for it, and goes first.
+    A serving pod that is not ready just now may be back in a moment: it counts until a new one stands in for it, and then goes first.
     """
     idle = [pod for pod in old if not served(pod, loads.get(pod.name))]
     busy = [pod for pod in old if served(pod, loads.get(pod.name))]

@@ -49,7 +49,8 @@ def pods(draw: st.DrawFn, n: int) -> PodView:
     return PodView(
         f"f-{revision}-{n}", f"u{n}", "1", revision, draw(times),
         draw(st.sampled_from(["Pending", "Running", "Running", "Failed", "Succeeded"])), ready, draw(st.booleans()), draw(maybe_time),
-        draw(st.none() | st.none() | times), ready_at=draw(times) if ready else draw(maybe_time), unschedulable_since=draw(st.none() | st.none() | times),
+        draw(st.none() | st.none() | times), ready_at=draw(times) if ready else draw(maybe_time),
+        unschedulable_since=draw(st.none() | st.none() | times),
         lost=draw(st.integers(0, 5)) == 0, restarts=draw(st.integers(0, 2)), problem=draw(st.none() | st.just("exit 1")),
     )  # fmt: skip
 
