@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ipaddress
+import itertools
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -16,7 +18,9 @@ from decodefleet.v1.control_pb2_grpc import AgentControlServicer, add_AgentContr
 from decodefleet_operator.cluster.client import ApiClient, ApiError, Object, object_path
 
 CONTROL_PORT = 50052
-_TAKEN = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250)}"  # another run's agents have other loopback addresses
+# Each agent has a loopback address of its own, also beside another run's.
+_FIRST = ipaddress.IPv4Address("127.16.0.0") + secrets.randbelow(2**23)
+_addresses = (str(_FIRST + n) for n in itertools.count())
 
 
 @dataclass
@@ -86,7 +90,6 @@ class FakeNodes:
         self._api = api
         self._namespace = namespace
         self._handled: dict[str, str] = {}  # uid -> stage
-        self._next = 2
         self.agents: dict[str, Agent] = {}
         self.seen: list[str] = []
         self.may_start = True  # False keeps pods unscheduled
@@ -126,8 +129,7 @@ class FakeNodes:
             await self._api.create(object_path("v1", "pods", self._namespace, name, "binding"), binding)
         secret_name = next(v["secret"]["secretName"] for v in pod["spec"]["volumes"] if v["name"] == "control")
         secret = await self._api.get(object_path("v1", "secrets", self._namespace, secret_name))
-        agent = Agent(f"{_TAKEN}.{self._next}", base64.b64decode(secret["data"]["token"]).decode())
-        self._next += 1
+        agent = Agent(next(_addresses), base64.b64decode(secret["data"]["token"]).decode())
         self.agents[name] = agent  # before it starts, so that it is stopped whatever happens
         await agent.start()
         await self._api.merge(object_path("v1", "pods", self._namespace, name, "status"), {"status": running(agent.address)})
