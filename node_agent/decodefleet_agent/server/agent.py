@@ -55,6 +55,7 @@ class Agent:
         self.objectives = Objectives(self.metrics)
         self.log = RequestLog(config.request_log)
         self._busy = (time.monotonic(), 0.0)
+        self.metrics.start_time.set(self.start_time)
         self.metrics.observe_state(self.phase)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from decodefleet_agent.messages import Ready, Stats
 from decodefleet_agent.server.objectives import Measured, Outcome
@@ -41,6 +41,7 @@ class Metrics:
     """`running` and `waiting` are asked for at each collection."""
 
     def __init__(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        disable_created_metrics()  # decodefleet_start_time_seconds says it once
         self.registry = CollectorRegistry()
         self._last = Stats()
 
@@ -68,9 +69,7 @@ class Metrics:
         self.slo = self._counter("slo_requests", "Requests by objective; a changed threshold starts at zero.", ("objective", "result"))
 
         self.state = self._gauge("state", "1 for the agent's state.", ("state",))
-        self.load_seconds = self._gauge("load_seconds", "Time that loading the model took.")
-        self.warm_up_seconds = self._gauge("warm_up_seconds", "Time that warm-up took.")
-        self.prefill = self._gauge("capacity_prefill_tokens_per_second", "Prefill throughput that warm-up measured.")
+        self.start_time = self._gauge("start_time_seconds", "Unix time at which the agent started; its counters began at zero then.")
         self.capacity = self._gauge("capacity_tokens_per_second", "Decode throughput that warm-up measured.", ("batch",))
         self.capacity_step = self._gauge("capacity_step_seconds", "Step time that warm-up measured.", ("batch",))
         self.build = self._gauge("build_info", "1 for what runs.", ("version", "architecture", "weights_format", "numerics_profile"))
@@ -91,11 +90,14 @@ class Metrics:
     def observe_ready(self, ready: Ready) -> None:
         model = ready.model
         self.build.labels(version("decodefleet"), model.architecture, model.weights_format, model.numerics_profile).set(1)
-        self.load_seconds.set(ready.load_seconds)
-        if ready.warm_up_seconds is not None:
-            self.warm_up_seconds.set(ready.warm_up_seconds)
-        if ready.prefill_tokens_per_second is not None:
-            self.prefill.set(ready.prefill_tokens_per_second)
+        # What was not measured has no sample, rather than a zero.
+        for name, text, value in (
+            ("load_seconds", "Time that loading the model took.", ready.load_seconds),
+            ("warm_up_seconds", "Time that warm-up took.", ready.warm_up_seconds),
+            ("capacity_prefill_tokens_per_second", "Prefill throughput that warm-up measured.", ready.prefill_tokens_per_second),
+        ):
+            if value is not None:
+                self._gauge(name, text).set(value)
         for point in ready.curve:
             self.capacity.labels(str(point.batch)).set(point.tokens_per_second)
             self.capacity_step.labels(str(point.batch)).set(point.step_seconds)
