@@ -177,8 +177,8 @@ def test_a_foreign_write_is_a_floor_for_one_window() -> None:
         assert desired(p) == expected
         assert ("spec.replicas written by kubectl" in clamped(p)) == (expected == 6)
     # A lower count that somebody writes does not pull the fleet down.
-    p = decide(1, demand(0, 400), memory=memory, writer=ReplicasWriter("kubectl", NOW, False))
-    assert desired(p) == p.replicas == 2
+    p = decide(1, demand(0, 100), memory=memory, writer=ReplicasWriter("kubectl", NOW, False))
+    assert desired(p) == p.replicas == 2 and clamped(p) == ["scaleDown.stabilization"]
     # Ours is none.
     assert desired(decide(6, demand(0, 400), memory=memory, writer=ReplicasWriter("decodefleet", NOW, True))) == 2
 

@@ -147,6 +147,7 @@ def test_of_every_history_and_then_it_comes_to_rest(spec: dict[str, Any], histor
         p = world.reconcile()
         calm, steps = (calm + 1 if quiet(p) else 0), steps + 1
         assert steps < 300, p
+    assert not p.events
     current = world.views(revision=world.revision, lost=False)
     wanted = world.memory.decisions[-1][1] if world.memory else 0
     assert len(current) == wanted and all(pod.ready and pod.serving for pod in current)
