@@ -49,6 +49,8 @@ MANIFEST: dict[str, Any] = {
     },
 }
 
+pytestmark = pytest.mark.timeout(900)  # each wait has a bound of its own
+
 
 @pytest.fixture(scope="module")
 def before(cluster: Any) -> set[str]:
@@ -320,6 +322,6 @@ def test_nothing_stays_but_the_type(cluster: Any, fleet: None, before: set[str])
     cluster.kubectl("delete", "dd", FLEET, "--timeout=60s")
     cluster.until("the fleet's objects are gone", lambda: not [name for name in cluster.owned() if f"/{FLEET}" in name])
     cluster.helm("uninstall", RELEASE, "--wait", "--timeout", "120s")
-    cluster.kubectl("delete", "configmap", "load-client")
+    cluster.kubectl("delete", "configmap", "load-client", "--ignore-not-found")
     cluster.until("only what was there is left", lambda: cluster.owned() <= before)
     cluster.kubectl("get", "crd", "decoderdeployments.decodefleet.dev")
