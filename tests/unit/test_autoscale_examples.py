@@ -110,6 +110,9 @@ def test_9_the_budget_pays_for_seven() -> None:
     places = {"placements": [{"profile": "spot", "maxReplicas": 4, "hourlyPrice": 1.0}, {"profile": "a100", "hourlyPrice": 2.5}]}
     p = decide(2, demand(0, 9000), resources=places, cost={"maxPerHour": 12})
     assert desired(p) == 7 and clamped(p) == ["maxReplicas 10", "cost.maxPerHour"]
+    # The minimum is promised whatever it costs.
+    p = decide(6, demand(0, 9000), resources=places, cost={"maxPerHour": 1}, autoscaling={"minReplicas": 5})
+    assert desired(p) == 5
     # An unknown price is not zero: the clamp is not applied, and the status says so.
     places["placements"][1].pop("hourlyPrice")
     p = decide(2, demand(0, 9000), resources=places, cost={"maxPerHour": 12})

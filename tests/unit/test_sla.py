@@ -100,6 +100,11 @@ def test_windows_forget() -> None:
     assert len(step(later, {"f-r1-0": agent(8, 12, NOW + 9000)}, now=NOW + 9000).buckets["ttft"]) == 0
 
 
+def test_a_clock_that_went_back_counts_nothing_of_the_future() -> None:
+    ledger = step(Ledger(), {"f-r1-0": agent(7, 10)})
+    assert counted(ledger, now=NOW - 600) == (0, 0) and counted(ledger) == (7, 10)
+
+
 def test_what_the_status_says() -> None:
     ledger = Ledger({"ttft": (Bucket(int(NOW) // 60 * 60, 60, 79, 80),)}, {}, {"ttft": 0.5, "up": 0.0})
     shown = sla_status(ledger, Sla(objectives=BOTH), [], NOW)
