@@ -13,9 +13,9 @@ Row = list[str]
 
 
 def run(args: argparse.Namespace) -> int:
-    alive, dead = [], []
-    for fleet in [home.only(args.name)] if args.name else home.fleets():
-        (alive if home.running(fleet) else dead).append(fleet)
+    found = [home.only(args.name)] if args.name else home.fleets()
+    alive = [fleet for fleet in found if home.running(fleet)]
+    dead = [fleet for fleet in found if fleet not in alive]
     snapshots = [look(fleet) for fleet in alive]
     if args.output in ("json", "yaml"):
         items = [snapshot.resource for snapshot in snapshots]
