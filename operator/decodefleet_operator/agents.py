@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import grpc
+
 from decodefleet.units import parse_duration
 from decodefleet.v1 import control_pb2 as pb
 from decodefleet.v1.control_pb2_grpc import AgentControlStub
-
 from decodefleet_operator.api import Metric
 from decodefleet_operator.backend import Backend
 from decodefleet_operator.demand import History, demand, record

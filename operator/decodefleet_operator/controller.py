@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from decodefleet.units import parse_duration
-
 from decodefleet_operator.agents import AgentClient, Sampler, carry
 from decodefleet_operator.api import Autoscaling
 from decodefleet_operator.backend import Backend, Known

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import grpc
-from decodefleet.v1 import decoding_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+
+from decodefleet.v1 import decoding_pb2
 
 log = logging.getLogger(__name__)
 

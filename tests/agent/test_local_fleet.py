@@ -21,6 +21,7 @@ import grpc
 import psutil
 import pytest
 import yaml
+
 from decodefleet.v1 import decoding_pb2 as pb
 from decodefleet.v1 import decoding_pb2_grpc
 

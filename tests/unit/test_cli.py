@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from decodefleet_operator import cli
 from decodefleet_operator.api import DecoderDeployment
 from decodefleet_operator.local import manifest

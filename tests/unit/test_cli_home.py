@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from decodefleet_operator.local import home
 from decodefleet_operator.local.home import FleetError
 

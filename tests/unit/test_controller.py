@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 import grpc
 import pytest
+
 from decodefleet.v1 import control_pb2 as pb
 from decodefleet.v1 import control_pb2_grpc
 from decodefleet_operator import controller as module

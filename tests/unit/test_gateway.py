@@ -10,14 +10,15 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
-from decodefleet.v1 import decoding_pb2 as pb
-from decodefleet.v1 import decoding_pb2_grpc
-from decodefleet_operator.gateway import ATTEMPTS, SERVICE, Agent, Gateway, PortTaken
 from google.protobuf import any_pb2, descriptor_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
+
+from decodefleet.v1 import decoding_pb2 as pb
+from decodefleet.v1 import decoding_pb2_grpc
+from decodefleet_operator.gateway import ATTEMPTS, SERVICE, Agent, Gateway, PortTaken
 
 
 class Decoder(decoding_pb2_grpc.DecodingServicer):

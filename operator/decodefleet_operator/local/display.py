@@ -39,14 +39,14 @@ class Display(Protocol):
 
     def note(self, text: str) -> None: ...
 
-    def failed(self, message: str, detail: str = "") -> None: ...
+    def failed(self, message: str, detail: str = "", what: str = "could not start") -> None: ...
 
     def stopped(self) -> None: ...
 
 
 @contextlib.contextmanager
-def display(name: str, model: str, detached: bool) -> Iterator[Display]:
-    """The one that fits standard output."""
+def display(name: str, model: str | None, detached: bool) -> Iterator[Display]:
+    """The one that fits standard output. `model` is what a new fleet starts with."""
     console = Console(highlight=False)
     if not console.is_terminal:
         yield Lines(name, model, detached)
@@ -74,11 +74,12 @@ def _quiet_keys() -> Iterator[None]:
 class Lines:
     """One line per change, for logs and pipes."""
 
-    def __init__(self, name: str, model: str, detached: bool) -> None:
+    def __init__(self, name: str, model: str | None, detached: bool) -> None:
         self._name, self._detached = name, detached
         self._phases: dict[str, str] = {}
         self._stopping = False
-        self.note(f"{name}: starting {model}")
+        if model:
+            self.note(f"{name}: starting {model}")
 
     def show(self, snapshot: Snapshot, stopping: bool = False) -> None:
         if stopping and not self._stopping:
@@ -99,8 +100,8 @@ class Lines:
     def note(self, text: str) -> None:
         print(text, flush=True)
 
-    def failed(self, message: str, detail: str = "") -> None:
-        print(f"decodefleet up: {self._name} could not start: {message}" + (f"\n{detail}" if detail else ""), file=sys.stderr, flush=True)
+    def failed(self, message: str, detail: str = "", what: str = "could not start") -> None:
+        print(f"decodefleet up: {self._name} {what}: {message}" + (f"\n{detail}" if detail else ""), file=sys.stderr, flush=True)
 
     def stopped(self) -> None:
         self.note(f"{self._name} is stopped; nothing is left of it")
@@ -109,7 +110,7 @@ class Lines:
 class Picture:
     """A table of agents that moves while they load, and goes on to show the fleet at work."""
 
-    def __init__(self, name: str, model: str, detached: bool, live: Live, console: Console) -> None:
+    def __init__(self, name: str, model: str | None, detached: bool, live: Live, console: Console) -> None:
         self._name, self._model, self._detached = name, model, detached
         self._live, self._console = live, console
         self._spinner = Spinner("dots", style="cyan")
@@ -129,10 +130,10 @@ class Picture:
     def note(self, text: str) -> None:
         self._console.print(text)
 
-    def failed(self, message: str, detail: str = "") -> None:
+    def failed(self, message: str, detail: str = "", what: str = "could not start") -> None:
         self._live.stop()  # it would erase what is printed to the other stream
         error = Console(stderr=True, highlight=False)
-        error.print(Text.assemble(("✗ ", "red"), (self._name, "bold"), " could not start"))
+        error.print(Text.assemble(("✗ ", "red"), (self._name, "bold"), f" {what}"))
         error.print(Padding(Text(message), (0, 2)))
         if detail:
             error.print(Padding(Text(detail, style="dim"), (1, 2)))
@@ -152,7 +153,7 @@ class Picture:
         if not snapshot.agents:
             table.add_row(self._spinner, self._name, Text("stopping" if stopping else "starting", style="cyan"), "")
         parts: list[RenderableType] = []
-        if not self._is_ready:
+        if not self._is_ready and self._model:
             parts += [Text.assemble((self._name, "bold"), "  ", (self._model, "dim"))]
         parts += [Padding(table, (0, 2))]
         if stopping:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decodefleet.config import AgentConfig
-
 from decodefleet_operator.local import home
 
 log = logging.getLogger(__name__)

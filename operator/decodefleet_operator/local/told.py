@@ -10,7 +10,6 @@ from typing import Any
 
 from decodefleet.config import AgentConfig
 from decodefleet.units import format_duration
-
 from decodefleet_operator.api import Spec
 
 

@@ -108,21 +108,25 @@ def _apply(fleet: Fleet, resource: DecoderDeployment, args: argparse.Namespace) 
             f"and {args.file} asks for nothing else; stop it with `decodefleet down {fleet.name}`"
         )
     generation, began = after["metadata"]["generation"], time.monotonic()
-    with _signals() as asked, display(fleet.name, resource.spec.model.uri, detached=True) as screen:
+    with _signals() as asked, display(fleet.name, None, detached=True) as screen:
         screen.note(f"{fleet.name} runs already; its spec is now that of {args.file} (generation {generation})")
         while not asked:
             snapshot = look(fleet)
             if not home.running(fleet):
-                screen.failed("it was stopped meanwhile")
+                screen.failed("it was stopped meanwhile", what="is gone")
                 return 1
             if snapshot.ready:
                 screen.ready(snapshot, time.monotonic() - began)
                 return 0
             if snapshot.failure is not None:
-                screen.failed(f"{snapshot.failure}\nIt goes on with what ran before where it can; mend {args.file} and run this again")
+                onward = f"What ran before goes on where it can; mend {args.file} and run this again"
+                screen.failed(f"{snapshot.failure}\n{onward}", what="cannot become what the file asks for")
                 return 1
             if args.timeout is not None and time.monotonic() - began > args.timeout:
-                screen.failed(f"it was not ready after {args.timeout:g} seconds; it goes on, see `decodefleet describe {fleet.name}`")
+                screen.failed(
+                    f"it was not ready after {args.timeout:g} seconds; it goes on, see `decodefleet describe {fleet.name}`",
+                    what="takes long",
+                )
                 return 1
             screen.show(snapshot)
             time.sleep(POLL)
