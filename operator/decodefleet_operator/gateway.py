@@ -170,7 +170,7 @@ class Gateway:
         return self._channels[address]
 
 
-class _Handlers(grpc.GenericRpcHandler):
+class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
     """Takes every method of Decoding without knowing its messages: a single response is a stream of one."""
 
     def __init__(self, gateway: Gateway) -> None:

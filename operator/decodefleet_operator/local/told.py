@@ -26,6 +26,8 @@ def agent_config(spec: Spec, token: Path | None = None) -> AgentConfig:
         serving_port=0,
         control_port=0,
         http_port=0,
+        ports_file=None,
+        request_log=None,
         control_token_file=str(token) if token else None,
         drain_timeout=format_duration(spec.drain_timeout),
     )
