@@ -15,12 +15,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from control_plane import ControlPlane, missing
-from decodefleet_operator.cluster.client import ApiClient, ApiError, object_path
-from decodefleet_operator.cluster.resources import installed
-from decodefleet_operator.crd import crd
 from harness import configuration
 from kube import Kube, eventually
 from proxy import Proxy, proxy
+
+from decodefleet_operator.cluster.client import ApiClient, ApiError, object_path
+from decodefleet_operator.cluster.resources import installed
+from decodefleet_operator.crd import crd
 
 SETUP = "go install sigs.k8s.io/controller-runtime/tools/setup-envtest@latest && export KUBEBUILDER_ASSETS=$(setup-envtest use -p path)"
 

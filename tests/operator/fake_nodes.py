@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import grpc
+
 from decodefleet.v1 import control_pb2 as pb
 from decodefleet.v1.control_pb2_grpc import AgentControlServicer, add_AgentControlServicer_to_server
 from decodefleet_operator.cluster.client import ApiClient, ApiError, Object, object_path
@@ -130,6 +131,8 @@ class FakeNodes:
         secret_name = next(v["secret"]["secretName"] for v in pod["spec"]["volumes"] if v["name"] == "control")
         secret = await self._api.get(object_path("v1", "secrets", self._namespace, secret_name))
         agent = Agent(next(_addresses), base64.b64decode(secret["data"]["token"]).decode())
+        if earlier := self.agents.pop(name, None):
+            await earlier.stop()
         self.agents[name] = agent  # before it starts, so that it is stopped whatever happens
         await agent.start()
         await self._api.merge(object_path("v1", "pods", self._namespace, name, "status"), {"status": running(agent.address)})

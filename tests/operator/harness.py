@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes.client
+
 from decodefleet_operator.agents import AgentClient, Sampler
 from decodefleet_operator.cluster.backend import KubernetesBackend
 from decodefleet_operator.cluster.client import ApiClient

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 from control_plane import ControlPlane
+from kube import Kube, fleet
+from pydantic import Field, ValidationError
+
 from decodefleet_operator.api import Model, Spec
 from decodefleet_operator.cluster.client import ApiError, Object
 from decodefleet_operator.crd import MAX_NAME, RULES, crd, crd_yaml, structural_schema
 from decodefleet_operator.reference import reference
-from kube import Kube, fleet
-from pydantic import Field, ValidationError
 
 ROOT = Path(__file__).parents[2]
 

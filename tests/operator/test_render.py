@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from control_plane import ControlPlane
+from kube import Kube
+
 from decodefleet.config import AgentConfig
 from decodefleet_operator.api import Spec
 from decodefleet_operator.cluster.client import ApiError
 from decodefleet_operator.render import Profile, finish, render, revision, spec_hash
-from kube import Kube
 
 
 def spec_of(**fields: Any) -> Spec:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from control_plane import ControlPlane
-from decodefleet_operator.cluster.client import ApiClient
 from fake_nodes import FakeNodes, fake_nodes
 from harness import configuration, operator, process
 from kube import CHILDREN, Kube, eventually, fleet
 from proxy import proxy
+
+from decodefleet_operator.cluster.client import ApiClient
 
 NAME = "small"
 MORE_WRITES_THAN_ANY_RUN = 100

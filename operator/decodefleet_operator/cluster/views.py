@@ -190,14 +190,15 @@ def _metadata(raw: Object) -> Metadata:
 
 def replicas_writer(metadata: Object) -> ReplicasWriter | None:
     """Who wrote spec.replicas last, from managedFields; None where nobody owns it."""
+    # The scale subresource of a custom resource keeps no time, and whoever wrote through it took the field from the others.
     owners = [
-        (seconds(entry.get("time")), entry.get("manager", ""))
+        (entry.get("subresource") == "scale", seconds(entry.get("time")), entry.get("manager", ""))
         for entry in metadata.get("managedFields", ())
         if "f:replicas" in _spec_fields(entry) and entry.get("subresource") != "status"
     ]
     if not owners:
         return None
-    at, manager = max(owners, key=lambda owner: owner[0] or 0.0)
+    _, at, manager = max(owners, key=lambda owner: (owner[0], owner[1] or 0.0))
     return ReplicasWriter(manager, at, ours=manager == FIELD_MANAGER)
 
 
