@@ -33,7 +33,8 @@ class ModelSource(Model):
     """Where the model comes from."""
 
     uri: Annotated[str, Field(pattern=r"^(hf|file|pvc|package)://.+", max_length=1024)] = Field(
-        description="hf://org/name@revision, file:///path in the image or a volume, pvc://claim/path, or package://python_package/file.gguf. Changing it is a rollout."
+        description="hf://org/name@revision, file:///path in the image or a volume, pvc://claim/path, "
+        "or package://python_package/file.gguf. Changing it is a rollout."
     )
 
 
@@ -176,7 +177,9 @@ class Resources(Model):
 
     cpu: Quantity | None = Field(None, description="Cores, request and limit.")
     memory: Quantity | None = Field(None, description="Memory, request and limit.")
-    placements: Annotated[list[Placement], Field(max_length=16)] = Field(default_factory=list, description="Kinds of machine, tried in order.")
+    placements: Annotated[list[Placement], Field(max_length=16)] = Field(
+        default_factory=list, description="Kinds of machine, tried in order."
+    )
 
 
 class Cost(Model):
@@ -192,15 +195,25 @@ Untyped = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-prese
 class PodTemplate(Model):
     """What else Kubernetes should give each pod, as in a PodSpec."""
 
-    annotations: Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=32)] = Field(default_factory=dict, description="Annotations of each pod.")
-    labels: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = Field(default_factory=dict, description="Labels of each pod, beside decodefleet's own.")
-    node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = Field(default_factory=dict, description="Labels that a node must have.")
+    annotations: Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=32)] = Field(
+        default_factory=dict, description="Annotations of each pod."
+    )
+    labels: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = Field(
+        default_factory=dict, description="Labels of each pod, beside decodefleet's own."
+    )
+    node_selector: Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)] = Field(
+        default_factory=dict, description="Labels that a node must have."
+    )
     tolerations: Annotated[list[Untyped], Field(max_length=32)] = Field(default_factory=list, description="Taints that pods tolerate.")
     affinity: Untyped | None = Field(None, description="Scheduling affinity.")
     env: Annotated[list[Untyped], Field(max_length=64)] = Field(default_factory=list, description="Environment of the agent's container.")
     volumes: Annotated[list[Untyped], Field(max_length=32)] = Field(default_factory=list, description="Volumes of the pod.")
-    volume_mounts: Annotated[list[Untyped], Field(max_length=32)] = Field(default_factory=list, description="Where the agent's container has them.")
-    image_pull_secrets: Annotated[list[Untyped], Field(max_length=8)] = Field(default_factory=list, description="Secrets for the image registry.")
+    volume_mounts: Annotated[list[Untyped], Field(max_length=32)] = Field(
+        default_factory=list, description="Where the agent's container has them."
+    )
+    image_pull_secrets: Annotated[list[Untyped], Field(max_length=8)] = Field(
+        default_factory=list, description="Secrets for the image registry."
+    )
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(None, description="As in a container.")
     service_account_name: Name | None = Field(None, description="The pod's service account; its token is not mounted.")
     priority_class_name: Name | None = Field(None, description="The pod's priority class.")
@@ -210,7 +223,9 @@ class PodTemplate(Model):
 class Spec(Model):
     """The fleet that is wanted."""
 
-    image: Text | None = Field(None, description="The agent's image. Absent: the operator's default; the resolved one is kept in the ControllerRevision.")
+    image: Text | None = Field(
+        None, description="The agent's image. Absent: the operator's default; the resolved one is kept in the ControllerRevision."
+    )
     replicas: int = Field(1, ge=0, le=10000, description="Pods wanted. With autoscaling the operator writes its decision here.")
     suspend: bool = Field(False, description="Decide and report, and change nothing.")
     model: ModelSource = Field(description="The model that is served.")
@@ -235,7 +250,9 @@ class Spec(Model):
 class Condition(Model):
     """As in Kubernetes. Reasons are in conditions.py."""
 
-    type: Annotated[str, Field(max_length=64)] = Field(description="Ready, Progressing, SLAMet, MetricsFresh, CapacityAvailable or Degraded.")
+    type: Annotated[str, Field(max_length=64)] = Field(
+        description="Ready, Progressing, SLAMet, MetricsFresh, CapacityAvailable or Degraded."
+    )
     status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds.")
     reason: Annotated[str, Field(max_length=64)] = Field(description="Why, in one word.")
     message: Annotated[str, Field(max_length=2048)] = Field("", description="Why, for a person.")
@@ -250,10 +267,16 @@ class ObjectiveStatus(Model):
     metric: Metric = Field(description="What is measured.")
     threshold: Annotated[str, Field(max_length=32)] | None = Field(None, description="A request within it is good.")
     target: Percent = Field(description="The promised share.")
-    observed: Annotated[str, Field(max_length=32)] | None = Field(None, description="The measured value at the target's quantile over recent requests.")
+    observed: Annotated[str, Field(max_length=32)] | None = Field(
+        None, description="The measured value at the target's quantile over recent requests."
+    )
     attainment: Annotated[str, Field(max_length=16)] | None = Field(None, description="The share that was kept.")
-    error_budget_remaining: Annotated[str, Field(max_length=16)] | None = Field(None, description="Share of the allowed bad requests that is left; negative when overspent.")
-    burn_rate: float | None = Field(None, description="Speed at which the budget is spent over the last 5 minutes; 1 spends it exactly in the window.")
+    error_budget_remaining: Annotated[str, Field(max_length=16)] | None = Field(
+        None, description="Share of the allowed bad requests that is left; negative when overspent."
+    )
+    burn_rate: float | None = Field(
+        None, description="Speed at which the budget is spent over the last 5 minutes; 1 spends it exactly in the window."
+    )
     requests: int | None = Field(None, description="Requests in the window.")
 
 
@@ -267,8 +290,12 @@ class AutoscalingStatus(Model):
 
     desired: int | None = Field(None, description="The count that was decided.")
     reason: Annotated[str, Field(max_length=256)] | None = Field(None, description="Why, for a person.")
-    inputs: Annotated[dict[str, Annotated[str, Field(max_length=64)]], Field(max_length=32)] = Field(default_factory=dict, description="The numbers in the formula, by name.")
-    clamped_by: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=16)] = Field(default_factory=list, description="Each limit that changed the count, in order.")
+    inputs: Annotated[dict[str, Annotated[str, Field(max_length=64)]], Field(max_length=32)] = Field(
+        default_factory=dict, description="The numbers in the formula, by name."
+    )
+    clamped_by: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=16)] = Field(
+        default_factory=list, description="Each limit that changed the count, in order."
+    )
     blocked_by: Annotated[str, Field(max_length=256)] | None = Field(None, description="What keeps the decision from being carried out.")
 
 
@@ -280,7 +307,9 @@ class CapacityStatus(Model):
 
 class CostStatus(Model):
     per_hour: Annotated[str, Field(max_length=32)] | None = Field(None, description="What the present pods cost in an hour.")
-    per_million_tokens: Annotated[str, Field(max_length=32)] | None = Field(None, description="That, per million generated tokens at the present rate.")
+    per_million_tokens: Annotated[str, Field(max_length=32)] | None = Field(
+        None, description="That, per million generated tokens at the present rate."
+    )
     gpu_hours_today: Annotated[str, Field(max_length=32)] | None = Field(None, description="GPU-hours since midnight UTC.")
 
 
@@ -315,7 +344,9 @@ class Status(Model):
     endpoint: Annotated[str, Field(max_length=512)] | None = Field(None, description="Where clients connect.")
     revision: Annotated[str, Field(max_length=63)] | None = Field(None, description="The newest revision.")
     tokens_per_second: float | None = Field(None, description="Generated tokens per second over the last minute.")
-    conditions: Annotated[list[Condition], Field(max_length=16)] = Field(default_factory=list, description="Ready, Progressing, SLAMet, MetricsFresh, CapacityAvailable, Degraded.")
+    conditions: Annotated[list[Condition], Field(max_length=16)] = Field(
+        default_factory=list, description="Ready, Progressing, SLAMet, MetricsFresh, CapacityAvailable, Degraded."
+    )
     sla: SlaStatus | None = Field(None, description="How the promises are kept.")
     autoscaling: AutoscalingStatus | None = Field(None, description="Why the fleet has the size it has.")
     capacity: CapacityStatus | None = Field(None, description="What one replica can do.")
@@ -341,8 +372,8 @@ class Metadata(Model):
 class DecoderDeployment(Model):
     """A managed decoding fleet: one resource becomes pods that serve a model over gRPC."""
 
-    api_version: Literal["decodefleet.dev/v1alpha1"] = API_VERSION
-    kind: Literal["DecoderDeployment"] = KIND
+    api_version: Literal["decodefleet.dev/v1alpha1"] = "decodefleet.dev/v1alpha1"
+    kind: Literal["DecoderDeployment"] = "DecoderDeployment"
     metadata: Metadata
     spec: Spec
     status: Status | None = None

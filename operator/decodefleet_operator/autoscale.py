@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from decodefleet.units import parse_duration
-
 from decodefleet_operator import clamps, sla
 from decodefleet_operator.api import Autoscaling, AutoscalingMode, AutoscalingStatus, Objective
 from decodefleet_operator.capacity import Capacity, Operating, of_revision, operating_point

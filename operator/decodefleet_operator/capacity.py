@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from decodefleet.units import parse_duration
-
 from decodefleet_operator.api import Metric, Objective
 from decodefleet_operator.observation import CurvePoint, Load, Memory, PodView
 

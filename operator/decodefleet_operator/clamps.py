@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Protocol
 
 from decodefleet.units import parse_duration
-
 from decodefleet_operator.api import Autoscaling
 from decodefleet_operator.cost import affordable
 from decodefleet_operator.observation import Memory, Observation, ReplicasWriter

@@ -9,7 +9,6 @@ from typing import Any
 
 from decodefleet.config import AgentConfig
 from decodefleet.units import format_duration
-
 from decodefleet_operator.api import Spec
 
 Object = dict[str, Any]
@@ -61,7 +60,7 @@ def pod_spec_part(spec: Spec) -> Object:
 
     What Configure tells running agents, and what only the operator uses, is not in it.
     """
-    fields = {"image": True, "model": True, "engine": True, "parallelism": True, "resources": {"cpu", "memory"}, "pod_template": True}
+    fields: Any = {"image": True, "model": True, "engine": True, "parallelism": True, "resources": {"cpu", "memory"}, "pod_template": True}
     part: Object = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True, include=fields)
     part.get("engine", {}).get("batching", {}).pop("maxWaiting", None)
     return _without_empty(part)

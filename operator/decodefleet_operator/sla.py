@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from decodefleet.units import format_duration, parse_duration
-
 from decodefleet_operator.api import Objective, ObjectiveStatus, Sla, SlaStatus, parse_percent
 from decodefleet_operator.ledger import Base, Bucket, Ledger
 from decodefleet_operator.observation import Load, ObjectiveCount, PodView

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from decodefleet.units import parse_duration
-
 from decodefleet_operator.api import Spec
 
 

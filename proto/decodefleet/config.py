@@ -37,8 +37,12 @@ class Precision(Model):
 
     weights: NumberFormat = Field(NumberFormat.auto, description="Format of the weights; auto keeps the one of the model's file.")
     attention: NumberFormat = Field(NumberFormat.auto, description="Format that attention computes in.")
-    kv_cache: Literal["auto", "int8", "fp8", "bf16", "fp32"] = Field("auto", description="Format of cached keys and values; auto is the default of the backend.")
-    schedule: PrecisionSchedule = Field(PrecisionSchedule.Static, description="Whether precision follows the measured complexity of a request.")
+    kv_cache: Literal["auto", "int8", "fp8", "bf16", "fp32"] = Field(
+        "auto", description="Format of cached keys and values; auto is the default of the backend."
+    )
+    schedule: PrecisionSchedule = Field(
+        PrecisionSchedule.Static, description="Whether precision follows the measured complexity of a request."
+    )
 
 
 class SparsityPolicy(StrEnum):
@@ -59,7 +63,11 @@ class Sparsity(Model):
 class KVCache(Model):
     """The pool that holds keys and values of all sequences."""
 
-    memory: Quantity | None = Field(None, description="Size of the pool, allocated once at start. Absent: as much as maxBatch sequences of the model's context need, at most a quarter of the pod's memory.")
+    memory: Quantity | None = Field(
+        None,
+        description="Size of the pool, allocated once at start. "
+        "Absent: what maxBatch sequences of the model's context need, at most a quarter of the pod's memory.",
+    )
     page_tokens: int = Field(16, ge=16, le=16, description="Tokens in a page.")
     sparsity: Sparsity = Field(default_factory=Sparsity, description="Which cached tokens a decode step attends to.")
 
@@ -99,7 +107,9 @@ class Prediction(Model):
 class Warmup(Model):
     """What the engine does before it reports ready."""
 
-    enabled: bool = Field(True, description="Run and measure each batch size once before serving. False serves at once, with capacity unknown.")
+    enabled: bool = Field(
+        True, description="Run and measure each batch size once before serving. False serves at once, with capacity unknown."
+    )
 
 
 class Engine(Model):
@@ -137,7 +147,9 @@ class AgentConfig(Model):
     control_port: int = 50052
     http_port: int = 8080
     ports_file: str | None = Field(None, description="Where the agent writes {serving, control, http} once all are bound.")
-    control_token_file: str | None = Field(None, description="The fleet's token. Without it (and without control_tls) AgentControl is not served.")
+    control_token_file: str | None = Field(
+        None, description="The fleet's token. Without it (and without control_tls) AgentControl is not served."
+    )
     tls: TLS | None = None
     control_tls: TLS | None = None
     drain_timeout: Duration = "120s"

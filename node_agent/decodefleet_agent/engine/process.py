@@ -8,7 +8,6 @@ import socket
 import time
 
 from decodefleet.config import AgentConfig
-
 from decodefleet_agent.channel import Channel, ChannelClosed, decode_commands, encode
 from decodefleet_agent.engine.startup import start
 from decodefleet_agent.messages import Failed, Output, StepResult, Stop

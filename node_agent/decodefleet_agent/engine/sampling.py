@@ -34,7 +34,7 @@ def token_logprob(logits: np.ndarray, token_id: int, alternatives: int) -> Token
     wide = logits.astype(np.float64)
     logprobs = wide - wide.max()
     logprobs -= np.log(np.exp(logprobs).sum())
-    top = np.lexsort((np.arange(len(logits)), -wide))[:alternatives] if alternatives else []
+    top: Iterable[int] = np.lexsort((np.arange(len(logits)), -wide))[:alternatives] if alternatives else []
     return TokenLogprob(token_id, float(logprobs[token_id]), [(int(token), float(logprobs[token])) for token in top])
 
 

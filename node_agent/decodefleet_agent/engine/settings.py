@@ -7,7 +7,6 @@ import os
 from decodefleet.config import AgentConfig
 from decodefleet.config import Engine as EngineConfig
 from decodefleet.units import parse_quantity
-
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, pages_for
 from decodefleet_agent.engine.scheduler import Limits
 from decodefleet_agent.engine.threads import cgroup_memory

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from decodefleet.config import AgentConfig
 
+from decodefleet.config import AgentConfig
 from decodefleet_agent.engine import settings
 from decodefleet_agent.engine.backends.base import Backend
 from decodefleet_agent.engine.backends.reference import ReferenceBackend

@@ -52,7 +52,7 @@ def _timed(backend: Backend, batch: Batch) -> float:
     """Seconds of one step: the shortest of those measured."""
     started = time.monotonic()
     backend.step(batch)
-    times = []
+    times: list[float] = []
     while len(times) < _STEPS and (not times or time.monotonic() - started < _SECONDS):
         begun = time.monotonic()
         backend.step(batch)

@@ -6,7 +6,9 @@ import asyncio
 import math
 import secrets
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from msgspec.structs import replace
@@ -129,7 +131,7 @@ async def _chat_ids(chat: pb.Chat, model: ServedModel) -> list[int]:
     return ids
 
 
-async def _encode(encode, text, length: int) -> list[int]:
+async def _encode(encode: Callable[[Any], list[int]], text: Any, length: int) -> list[int]:
     return await asyncio.to_thread(encode, text) if length > _LONG_TEXT else encode(text)
 
 

@@ -107,8 +107,8 @@ def _group(tiles: list[_Tile], tokens: int, heads_per_kv_head: int, multiple: in
     item_tile = np.repeat(np.arange(len(tiles)), counts)
     item_partition = np.concatenate([np.arange(count) for count in counts])
     item_pages = np.zeros((len(item_tile), _PAGES), np.int64)
-    for item, (index, partition) in enumerate(zip(item_tile, item_partition, strict=True)):
-        pages = tiles[index].pages[partition * _PAGES : (partition + 1) * _PAGES]
+    for item, (at_tile, partition) in enumerate(zip(item_tile, item_partition, strict=True)):
+        pages = tiles[at_tile].pages[partition * _PAGES : (partition + 1) * _PAGES]
         item_pages[item, : len(pages)] = pages
     key_positions = item_partition[:, None] * PARTITION + np.arange(PARTITION)
     stale = key_positions >= np.asarray([tile.end for tile in tiles])[item_tile][:, None]
