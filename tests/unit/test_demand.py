@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from decodefleet_operator.demand import HORIZON, MAX_GAP, History, demand, record
-from decodefleet_operator.observation import Load
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_world import NOW, load
+
+from decodefleet_operator.demand import HORIZON, MAX_GAP, History, demand, record
+from decodefleet_operator.observation import Load
 
 
 def agent(at: float, requests: float, instance: str = "i", finished: float | None = None, tokens: int = 50) -> Load:

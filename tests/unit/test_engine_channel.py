@@ -7,6 +7,7 @@ import socket
 import threading
 
 import pytest
+
 from decodefleet_agent.channel import AsyncChannel, Channel, ChannelClosed, decode_commands, decode_engine_message, encode
 from decodefleet_agent.messages import Cancel, Commands, Failed, Output, Sampling, Stats, StepResult, Stop, Submit, TokenLogprob
 

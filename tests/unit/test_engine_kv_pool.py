@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from decodefleet_agent.engine.kv_pool import KVPool, page_digest, pages_for
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from decodefleet_agent.engine.kv_pool import KVPool, page_digest, pages_for
 
 TOTAL = 12
 

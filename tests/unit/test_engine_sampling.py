@@ -6,10 +6,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from decodefleet_agent.engine.sampling import sample, token_logprob, uniform
-from decodefleet_agent.messages import Sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from decodefleet_agent.engine.sampling import sample, token_logprob, uniform
+from decodefleet_agent.messages import Sampling
 
 LOGITS = np.log(np.array([0.5, 0.25, 0.125, 0.0625, 0.0625], np.float32))
 

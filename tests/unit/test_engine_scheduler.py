@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.engine import Engine
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, KVPool, pages_for
 from decodefleet_agent.engine.scheduler import Limits
 from decodefleet_agent.messages import Cancel, Output, Sampling, Submit
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 VOCABULARY = 50
 LIMITS = Limits(max_batch=4, max_batch_tokens=64, chunk=None, batch_size_threshold=8)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from decodefleet.config import AgentConfig
 from decodefleet_agent.engine import settings
 from decodefleet_agent.engine.threads import cgroup_cpus, cgroup_memory, thread_count

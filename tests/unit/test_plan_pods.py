@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from plan_world import LONG_AGO, NOW, World, demand, deployment, load, observe, pending, pod, quiet
+
 from decodefleet_operator.api import PodStatus, Status
 from decodefleet_operator.observation import Memory, Observation
 from decodefleet_operator.plan import names, plan
 from decodefleet_operator.planning import Plan
-from plan_world import LONG_AGO, NOW, World, demand, deployment, load, observe, pending, pod, quiet
 
 
 def reasons(p: Plan) -> list[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from decodefleet_operator.observation import Demand, Memory, PodView, ReplicasWriter
-from decodefleet_operator.plan import plan
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plan_world import NOW, World, check, deployment, load, observe, quiet
+
+from decodefleet_operator.observation import Demand, Memory, PodView, ReplicasWriter
+from decodefleet_operator.plan import plan
 
 times = st.floats(-700, 0).map(lambda ago: NOW + ago)
 maybe_time = st.none() | times

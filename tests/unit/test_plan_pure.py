@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import decodefleet_operator
 import pytest
+
+import decodefleet_operator
 
 SOURCES = {"decodefleet_operator": Path(decodefleet_operator.__file__).parent}
 FORBIDDEN = {

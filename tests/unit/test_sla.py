@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_world import NOW, deployment, load, observe, pod
+
 from decodefleet_operator.api import Objective, Sla, Status
 from decodefleet_operator.ledger import MAX_BYTES, Base, Bucket, Ledger, LedgerError, dumps, loads
 from decodefleet_operator.observation import Load, ObjectiveCount, PodView
 from decodefleet_operator.plan import plan
 from decodefleet_operator.sla import advance, attainment, percent, sla_status
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from plan_world import NOW, deployment, load, observe, pod
 
 TTFT = Objective(name="ttft", metric="TimeToFirstToken", threshold="500ms", target="95%")
 UP = Objective(name="up", metric="Availability", target="99.5%")
