@@ -204,8 +204,8 @@ def test_the_demo_model(demo: ReferenceBackend, way: str) -> None:
         assert engine.stats().generated_tokens == 96
     elif way == "preempted":
         # The last to arrive is the first to give way.
-        others = [submit(n, [*prompt[:70], n], 30) for n in (1, 2)]
-        got, engine = run(demo, [*others, submit(0, prompt, 6, 0.8)], replace(LIMITS, reserve_tokens=0), pages=17)
+        others = [submit(n, [*prompt[:77], n], 10) for n in (1, 2)]
+        got, engine = run(demo, [*others, submit(0, prompt, 6, 0.8)], replace(LIMITS, reserve_tokens=0), pages=8)
         assert engine.stats().preemptions > 0
     elif way == "two threads":
         torch.set_num_threads(2)
