@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from decodefleet.config import AgentConfig
 
 _TERMINATION_LOG = Path("/dev/termination-log")
+_REQUEST_LOG = "DECODEFLEET_REQUEST_LOG"  # the log's file where the configuration names none, for pods, whose configuration is the operator's
 _BAD_CONFIG, _FAILED = 2, 1
 
 
@@ -57,10 +58,12 @@ def read_config(path: str | None) -> AgentConfig:
         if not text:
             raise ValueError("there is no configuration: pass --config FILE, or set DECODEFLEET_CONFIG to its JSON")
     try:
-        return AgentConfig.model_validate_json(text)
+        config = AgentConfig.model_validate_json(text)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'the text'}: {item['msg']}" for item in error.errors())
         raise ValueError(f"{where} is not a valid configuration: {problems}") from error
+    log = config.request_log or os.environ.get(_REQUEST_LOG)
+    return config.model_copy(update={"request_log": log})
 
 
 def _complain(message: str, code: int) -> int:

@@ -153,4 +153,7 @@ class AgentConfig(Model):
     tls: TLS | None = None
     control_tls: TLS | None = None
     drain_timeout: Duration = "120s"
-    request_log: str | None = Field(None, description="File that gets one JSON line per finished, failed or rejected request, with its id.")
+    request_log: str | None = Field(
+        None,
+        description="File that gets one JSON line per finished, failed or rejected request, with its id; absent: DECODEFLEET_REQUEST_LOG names it.",
+    )

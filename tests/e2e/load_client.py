@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, dataclass, field
 
 import grpc
+
 from decodefleet.v1 import decoding_pb2, decoding_pb2_grpc
 
 PROMPTS = (
@@ -141,7 +142,7 @@ async def main() -> None:
     parser.add_argument("--first-tokens", type=int, default=16)
     parser.add_argument("--bursts", action="store_true")
     parser.add_argument("--deadline", type=float)
-    parser.add_argument("--timeout", type=float, default=240)
+    parser.add_argument("--timeout", type=float, default=300)
     end = parser.add_mutually_exclusive_group(required=True)
     end.add_argument("--requests", type=int, help="with --bursts: about so many")
     end.add_argument("--until-instances", type=int)
