@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from decodefleet.config import AgentConfig
 
 _TERMINATION_LOG = Path("/dev/termination-log")
-_REQUEST_LOG = "DECODEFLEET_REQUEST_LOG"  # the log's file where the configuration names none, for pods, whose configuration is the operator's
+_REQUEST_LOG = "DECODEFLEET_REQUEST_LOG"  # for pods, whose configuration is the operator's
 _BAD_CONFIG, _FAILED = 2, 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import socket
@@ -220,7 +221,7 @@ def test_sla_agrees_with_what_the_client_saw(cluster: Any, undisturbed: dict[int
 def between(times: list[float]) -> float:
     """A threshold in the widest gap of the middle fifth, so that about half are within it and few are close to it."""
     middle = times[2 * len(times) // 5 : 3 * len(times) // 5]
-    low, high = max(zip(middle, middle[1:], strict=False), key=lambda pair: pair[1] - pair[0])
+    low, high = max(itertools.pairwise(middle), key=lambda pair: pair[1] - pair[0])
     return round((low + high) / 2, 3)
 
 
