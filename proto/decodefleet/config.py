@@ -155,5 +155,5 @@ class AgentConfig(Model):
     drain_timeout: Duration = "120s"
     request_log: str | None = Field(
         None,
-        description="File that gets one JSON line per request, with its id and how it ended. Absent: the one that DECODEFLEET_REQUEST_LOG names.",
+        description="File that gets one JSON line per request, with its id and how it ended. Absent: DECODEFLEET_REQUEST_LOG names it.",
     )
