@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from decodefleet.cgroups import cgroup_cpus, cgroup_memory
 from decodefleet.config import AgentConfig
 from decodefleet_agent.engine import settings
-from decodefleet_agent.engine.threads import cgroup_cpus, cgroup_memory, thread_count
+from decodefleet_agent.engine.threads import thread_count
 from decodefleet_agent.engine.warmup import batch_sizes
 from decodefleet_agent.model_files import ModelError, resolve
 

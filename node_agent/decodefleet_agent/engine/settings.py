@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
+from decodefleet.cgroups import cgroup_memory
 from decodefleet.config import AgentConfig
 from decodefleet.config import Engine as EngineConfig
 from decodefleet.units import parse_quantity
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, pages_for
 from decodefleet_agent.engine.scheduler import Limits
-from decodefleet_agent.engine.threads import cgroup_memory
 from decodefleet_agent.engine.weights import ModelConfig
 from decodefleet_agent.model_files import ModelError
 

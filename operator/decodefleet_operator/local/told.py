@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from decodefleet.cgroups import cgroup_cpus
 from decodefleet.config import AgentConfig
 from decodefleet.units import format_duration
 from decodefleet_operator.api import Spec
@@ -48,14 +49,10 @@ def revision(spec: Spec) -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use: by affinity, and by the cgroup's quota."""
+    """Cores that this process may use: by affinity, and by the quota of its control group."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-        return count if quota == "max" else max(1, min(count, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return count
+    quota = cgroup_cpus()
+    return count if quota is None else max(1, min(count, int(quota)))
 
 
 def environment(spec: Spec) -> dict[str, str]:
