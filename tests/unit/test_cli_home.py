@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,25 +95,24 @@ def test_a_new_spec_is_a_new_generation_and_a_status_is_not(folder: Path) -> Non
         home.edit(fleet, lambda r: r)
 
 
-def _count_up(name: str, times: int) -> None:
-    def more(resource: home.Json) -> home.Json:
-        resource["spec"]["n"] += 1
-        return resource
+COUNT_UP = """
+from decodefleet_operator.local import home
 
-    for _ in range(times):
-        home.edit(home.fleet(name), more)
+def more(resource):
+    resource["spec"]["n"] += 1
+    return resource
+
+for _ in range(50):
+    home.edit(home.fleet("a"), more)
+"""
 
 
 def test_edits_of_several_processes_lose_nothing(folder: Path) -> None:
     fleet = home.fleet("a")
     lock = home.claim(fleet)
     home.write(fleet.resource, {"metadata": {"generation": 1, "resourceVersion": "1"}, "spec": {"n": 0}})
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_count_up, args=("a", 50)) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(120)
+    workers = [subprocess.Popen([sys.executable, "-c", COUNT_UP]) for _ in range(3)]
+    assert [worker.wait(120) for worker in workers] == [0, 0, 0]
     assert home.read(fleet.resource)["spec"] == {"n": 150}
     assert sorted(path.name for path in fleet.path.iterdir()) == ["lock", "resource.json"]
     os.close(lock)
