@@ -21,8 +21,9 @@ from decodefleet_agent.server.stream import RequestStream
 
 log = logging.getLogger(__name__)
 
-# A client that gives up at its deadline cancels the call, a moment before the deadline passes here.
-_DEADLINE_SLACK = 0.25
+# A client that gives up at its deadline cancels the call before the deadline passes here: by the time that the call took to arrive,
+# which is long where a CPU limit throttles the agent. The slack is this, or this share of the client's deadline.
+_DEADLINE_SLACK, _DEADLINE_SHARE = 0.25, 0.1
 
 
 class Decoding(decoding_pb2_grpc.DecodingServicer):
@@ -61,8 +62,9 @@ class Decoding(decoding_pb2_grpc.DecodingServicer):
         """Runs the stream to its end; what to abort the call with, if it does not end well."""
         stream = RequestStream(work, self._agent, self._link, arrived)
         outcome, error = Outcome.failed, None
+        deadline = context.time_remaining()
         try:
-            async with asyncio.timeout(context.time_remaining()):
+            async with asyncio.timeout(deadline):
                 async for response in stream.responses():
                     await context.write(response)
             outcome = Outcome.finished
@@ -71,8 +73,7 @@ class Decoding(decoding_pb2_grpc.DecodingServicer):
             outcome, error = Outcome.deadline, "the deadline passed"
             return Refused(grpc.StatusCode.DEADLINE_EXCEEDED, f"the deadline passed after {stream.completion_tokens} tokens")
         except asyncio.CancelledError:
-            remaining = context.time_remaining()
-            outcome = Outcome.deadline if remaining is not None and remaining < _DEADLINE_SLACK else Outcome.cancelled
+            outcome = Outcome.deadline if deadline is not None and _at_deadline(deadline, arrived) else Outcome.cancelled
             raise
         except EngineDied as death:
             error = str(death)
@@ -106,6 +107,11 @@ class Decoding(decoding_pb2_grpc.DecodingServicer):
             eos_token_ids=info.eos_token_ids,
             config_json=self._agent.config.model_dump_json(by_alias=True, exclude={"control_token_file", "tls", "control_tls"}),
         )
+
+
+def _at_deadline(deadline: float, arrived: float) -> bool:
+    """Whether a call of this deadline (seconds from its arrival) was cancelled because of it."""
+    return deadline - (time.monotonic() - arrived) < max(_DEADLINE_SLACK, _DEADLINE_SHARE * deadline)
 
 
 async def _abort(context: grpc.aio.ServicerContext, refusal: Refused) -> None:
