@@ -18,7 +18,7 @@ import pytest
 FLEET = "e2e"
 RELEASE = "decodefleet"
 PROMPTS = 4  # of load_client.py
-LONGEST = 32  # tokens of the undisturbed texts
+LONGEST = 48  # tokens of the undisturbed texts
 MAX_WAITING = 20
 BURST = 80  # requests at once: more than three replicas run and keep waiting
 REQUEST_LOG = "/tmp/requests.jsonl"
@@ -274,7 +274,10 @@ def agents_log(cluster: Any) -> list[dict[str, Any]]:
 
 
 def test_scale_in_cuts_no_stream(cluster: Any, undisturbed: dict[int, SimpleNamespace]) -> None:
-    """From 3 to 1: each pod that leaves has open streams, and ends them first."""
+    """From 3 to 1: each pod that leaves has open streams, and ends them first.
+
+    The autoscaler says that one would do; maxReplicas then falls to it, so that the decision comes while the streams are open.
+    """
     set_objectives(cluster, "100s")  # the burn of the last test would keep the fleet large
     cluster.until("one replica would do", lambda: decided(cluster, 1), 120)
     agents = {instance(cluster, name): name for name in (pod["metadata"]["name"] for pod in cluster.pods())}
@@ -284,7 +287,7 @@ def test_scale_in_cuts_no_stream(cluster: Any, undisturbed: dict[int, SimpleName
         load = ("--first", "4", "--first-tokens", str(LONGEST), "--concurrency", "1", "--max-tokens", "8", "--pause", "1")
         cluster.start_load("shrink", *load, "--until-addresses", "1")
         cluster.until("every pod has a stream", lambda: len(begun(cluster, "shrink")) == 3, 60)
-        cluster.patch({"autoscaling": {"mode": "Active"}})
+        cluster.patch({"autoscaling": {"mode": "Active", "maxReplicas": 1}})
         cluster.until("one replica is left", lambda: ready(cluster, 1), 180)
         results = cluster.finish_load("shrink")
     finally:
