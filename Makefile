@@ -27,7 +27,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(INSTALLED) ## unit, agent and operator tests; those of the operator need KUBEBUILDER_ASSETS or the programs on PATH
-	$(BIN)/pytest -m 'not e2e' $(PYTEST_ARGS)
+	$(BIN)/pytest -m 'not e2e' -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## style, import contracts, types
 	$(BIN)/ruff check .

@@ -131,7 +131,8 @@ def test_the_life_of_an_engine(start: Start, model: str) -> None:
     one, two = engine.finished(1), engine.finished(2)
     assert sum(len(output.token_ids) for output in one) == 10 and one[-1].finish == "length"
     assert sum(len(output.token_ids) for output in two) == 5
-    last = [message for message in engine.log if isinstance(message, StepResult)][-1].stats
+    first, *_, last = [message.stats for message in engine.log if isinstance(message, StepResult)]
+    assert first.kv_bytes_total == 40 * PAGE_BYTES and first.prompt_tokens == 0, "the sizes are known before the first request"
     assert (last.running, last.waiting, last.kv_bytes_used) == (0, 0, 0)
     assert last.kv_bytes_total == 40 * PAGE_BYTES and last.kv_bytes_cached == 2 * PAGE_BYTES
     assert (last.prompt_tokens, last.generated_tokens) == (43, 15)

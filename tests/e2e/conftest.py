@@ -167,10 +167,10 @@ class Cluster:
         self.kubectl("delete", "job", name, "--wait=false")
         return [SimpleNamespace(**line) for line in map(json.loads, text.splitlines()) if "outcome" in line]
 
-    def begun(self, name: str) -> set[str]:
-        """The agents that have begun to answer a running load."""
+    def begun(self, name: str, max_tokens: int) -> set[str]:
+        """The agents that have begun to answer a running load's requests for so many tokens."""
         lines = map(json.loads, self.kubectl("logs", f"job/{name}", "--tail=-1").splitlines())
-        return {line["instance"] for line in lines if "begun" in line}
+        return {line["instance"] for line in lines if "begun" in line and line["max_tokens"] == max_tokens}
 
     def watch_pods(self) -> PodWatch:
         return PodWatch(self.kubectl_program, self.namespace, FLEET)

@@ -54,7 +54,7 @@ async def request(stub: decoding_pb2_grpc.DecodingStub, name: str, prompt: int, 
             async for response in stub.Generate(message, timeout=deadline, wait_for_ready=True):
                 if not result.instance and response.start.instance_id:
                     result.instance = response.start.instance_id
-                    print(json.dumps({"begun": name, "instance": result.instance}), flush=True)
+                    print(json.dumps({"begun": name, "instance": result.instance, "max_tokens": max_tokens}), flush=True)
                 for delta in response.deltas:
                     if delta.token_ids and result.ttft is None:
                         result.ttft = time.monotonic() - clock
@@ -86,7 +86,7 @@ def addresses(target: str) -> set[str]:
 
 
 class Load:
-    """Sends `first` requests at once and keeps `concurrency` more open, or sends bursts of that size, until the end is reached."""
+    """Sends the `first` requests together and keeps `concurrency` more open, or sends bursts of that size, until the end is reached."""
 
     def __init__(self, stub: decoding_pb2_grpc.DecodingStub, args: argparse.Namespace) -> None:
         self.stub, self.args = stub, args
@@ -119,16 +119,28 @@ class Load:
             await self.one(self.args.max_tokens)
             await asyncio.sleep(self.args.pause)
 
+    async def meet(self) -> None:
+        """Asks until every replica has answered: round_robin shares out evenly only once all are connected."""
+        while len(self.instances) < len(await asyncio.to_thread(addresses, self.args.target)):
+            await self.one(self.args.max_tokens)
+
+    async def burst(self) -> None:
+        """As many requests at once as `concurrency`; those at the `long` places ask for more tokens."""
+        args = self.args
+        places = range(min(args.concurrency, args.requests - self.sent))
+        start, stop = args.long
+        await asyncio.gather(*(self.one(args.long_tokens if start <= place < stop else args.max_tokens) for place in places))
+
     async def run(self) -> None:
         args = self.args
+        if args.first or args.bursts:
+            await self.meet()
         if not args.bursts:
-            first = [self.one(args.first_tokens) for _ in range(args.first)]
+            first = [self.one(args.long_tokens) for _ in range(args.first)]
             await asyncio.gather(*first, *(self.worker() for _ in range(args.concurrency)))
             return
-        while len(self.instances) < len(await asyncio.to_thread(addresses, args.target)):
-            await self.one(args.max_tokens)  # a burst meets every replica only once all are connected
         while not await self.over():
-            await asyncio.gather(*(self.one(args.max_tokens) for _ in range(min(args.concurrency, args.requests - self.sent))))
+            await self.burst()
 
 
 async def main() -> None:
@@ -138,9 +150,10 @@ async def main() -> None:
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between an answer and the next request")
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--first-tokens", type=int, default=16)
+    parser.add_argument("--first", type=int, default=0, help="long requests to begin with, together")
     parser.add_argument("--bursts", action="store_true")
+    parser.add_argument("--long", type=int, nargs=2, default=(0, 0), metavar=("START", "STOP"), help="the places of long requests in a burst")
+    parser.add_argument("--long-tokens", type=int, default=16)
     parser.add_argument("--deadline", type=float)
     parser.add_argument("--timeout", type=float, default=300)
     end = parser.add_mutually_exclusive_group(required=True)

@@ -40,6 +40,7 @@ def _serve(channel: Channel) -> None:
         channel.send(encode(Failed(str(error))))
         return
     channel.send(encode(ready))
+    channel.send(encode(StepResult([], engine.stats())))  # so that an agent without requests knows the sizes
     while True:
         commands = [item for frame in channel.receive(wait=not engine.busy) for item in decode_commands(frame).items]
         if any(isinstance(item, Stop) for item in commands):
