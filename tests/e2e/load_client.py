@@ -152,7 +152,7 @@ async def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between an answer and the next request")
     parser.add_argument("--first", type=int, default=0, help="long requests to begin with, together")
     parser.add_argument("--bursts", action="store_true")
-    parser.add_argument("--long", type=int, nargs=2, default=(0, 0), metavar=("START", "STOP"), help="the places of long requests in a burst")
+    parser.add_argument("--long", type=int, nargs=2, default=(0, 0), metavar=("START", "STOP"), help="places of long requests in a burst")
     parser.add_argument("--long-tokens", type=int, default=16)
     parser.add_argument("--deadline", type=float)
     parser.add_argument("--timeout", type=float, default=300)

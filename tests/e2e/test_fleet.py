@@ -290,8 +290,8 @@ def shrunk(cluster: Any, undisturbed: dict[int, SimpleNamespace]) -> SimpleNames
     watch = cluster.watch_pods()
     try:
         # Long streams on every pod, and then so little that one replica carries it.
-        load = ("--first", str(REPLICAS * MAX_BATCH), "--long-tokens", str(LONGEST), "--concurrency", "1", "--max-tokens", "4", "--pause", "1")
-        cluster.start_load("shrink", *load, "--until-addresses", "1")
+        long = ("--first", str(REPLICAS * MAX_BATCH), "--long-tokens", str(LONGEST))
+        cluster.start_load("shrink", *long, "--concurrency", "1", "--max-tokens", "4", "--pause", "1", "--until-addresses", "1")
         cluster.until("every pod has a long stream", lambda: len(begun(cluster, "shrink")) == REPLICAS, 60)
         cluster.patch({"autoscaling": {"mode": "Active", "maxReplicas": 1}})
         cluster.until("one replica is left", lambda: ready(cluster, 1), 180)
