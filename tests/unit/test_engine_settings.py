@@ -75,7 +75,6 @@ def test_threads_never_exceed_the_pods_limit_and_are_at_least_one() -> None:
         ({"precision": {"schedule": "ByComplexity"}}, "engine.precision.schedule: ByComplexity"),
         ({"kvCache": {"sparsity": {"policy": "SlidingWindow"}}}, "engine.kvCache.sparsity.policy: SlidingWindow"),
         ({"batching": {"controller": "DQN"}}, "engine.batching.controller: DQN"),
-        ({"batching": {"chunk": "Dynamic"}}, "engine.batching.chunk: Dynamic"),
         ({"prediction": {"method": "Suffix"}}, "engine.prediction.method: Suffix"),
     ],
 )
@@ -85,8 +84,8 @@ def test_what_is_not_built_is_named(engine: dict[str, Any], field: str) -> None:
 
 
 def test_what_is_built_is_supported() -> None:
-    for chunk in ("512", "None"):
-        assert settings.unsupported(config({"precision": {"kvCache": "fp32", "weights": "fp32"}, "batching": {"chunk": chunk}})) is None
+    for batching in ({}, {"chunk": "512"}, {"chunk": "None"}, {"chunk": "Formula", "controller": "Static"}):
+        assert settings.unsupported(config({"precision": {"kvCache": "fp32", "weights": "fp32"}, "batching": batching})) is None
     assert "parallelism.tensor" in (settings.unsupported(config(tensorParallel=2)) or "")
 
 
