@@ -15,6 +15,8 @@ from decodefleet_agent.engine.sequence import Sequence
 from decodefleet_agent.engine.step_cost import StepCost, Work
 from decodefleet_agent.messages import Targets
 
+_NO_LIMIT = 1 << 62
+
 
 class Scheduler:
     """Sequences wait, run (holding pages), and leave. Both lists are in order of priority, then arrival."""
@@ -97,7 +99,8 @@ class Scheduler:
     def _prefill(self, budget: int, decision: Decision, admit: bool) -> list[tuple[Sequence, int]]:
         """Chunks of prompts in order, as many as fit into the decision's room, and the first whether it does or not."""
         work: list[tuple[Sequence, int]] = []
-        room = decision.prefill_tokens
+        # Where the controller sets no limit the budget alone cuts, also short prompts, so that no step goes out half empty.
+        room = decision.prefill_tokens if decision.prefill_tokens < self.limits.max_batch_tokens else _NO_LIMIT
         candidates = [sequence for sequence in self.running if sequence.remaining > 1]
         while budget:
             if candidates:
