@@ -58,7 +58,7 @@ def warm_up(backend: Backend, limits: Limits, pages: int, context_length: int, p
         progress(0.1 + 0.4 * index / len(sizes), f"batch of {size}")
         seconds = _timed(backend, made_up(pages, size, context))
         curve.append(CurvePoint(size, seconds, size / seconds))
-    mixed = []
+    mixed: list[MixedPoint] = []
     for point in _mixed(backend, limits, pages, context_length, context, sizes):
         progress(min(0.9, 0.5 + 0.05 * len(mixed)), f"batch of {point.batch} beside a prompt")
         mixed.append(point)
