@@ -12,7 +12,7 @@ from decodefleet_agent.engine.chunks import PATIENCE, STEP_SHARE, cut, dynamic_c
 from decodefleet_agent.engine.controllers import CONTROLLERS
 from decodefleet_agent.engine.controllers.base import Limits, Situation
 from decodefleet_agent.engine.controllers.sla_feedback import DECODE_SHARE, most_sequences, sla_feedback
-from decodefleet_agent.engine.step_cost import StepCost, Work, chunk_pairs
+from decodefleet_agent.engine.step_cost import StepCost, Work
 from decodefleet_agent.messages import Targets
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -130,10 +130,9 @@ def test_without_an_objective_the_prompt_is_not_much_later_than_in_one_piece(sit
         assert room == situation.limits.max_batch_tokens
     elif room < situation.limits.max_batch_tokens:
         chunk = min(room, remaining)
-        attention = cost.added(0, chunk_pairs(situation.prompt_start, remaining))
         plain = cost.plain(work.decodes, work.context)
-        chunked = remaining / chunk * (plain + cost.added(chunk, 0)) + attention
-        assert chunked <= PATIENCE * (plain + cost.added(remaining, 0) + attention) * (1 + 1e-9)
+        chunked = remaining / chunk * (plain + cost.added(chunk, 0))
+        assert chunked <= PATIENCE * (plain + cost.added(remaining, 0)) * (1 + 1e-9)
 
 
 def test_fifteen_streams_wait_for_a_small_part_of_a_long_prompt() -> None:

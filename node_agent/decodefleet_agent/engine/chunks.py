@@ -64,19 +64,17 @@ def prefill_room(situation: Situation) -> int:
         allowed = STEP_SHARE * targets.time_per_output_token
         fitting = [n for n in sizes if cost.seconds(work.chunk(situation.prompt_start, n)) <= allowed]
         return max(fitting, default=sizes[0])
-    whole = _first_token_after(situation, situation.prompt_remaining)
+    remaining, plain = situation.prompt_remaining, cost.plain(work.decodes, work.context)
+
+    def seconds_in(size: int) -> float:
+        """Until the prompt's rows are computed in such chunks. Its attention is left out: it is the same for every size."""
+        size = min(size, remaining)
+        return remaining / size * (plain + cost.added(size, 0))
+
+    whole = seconds_in(remaining)
     limit = PATIENCE * whole
     if targets.time_to_first_token is not None:
-        left = STEP_SHARE * targets.time_to_first_token - situation.prompt_waited
+        attention = cost.added(0, chunk_pairs(situation.prompt_start, remaining))
+        left = STEP_SHARE * targets.time_to_first_token - situation.prompt_waited - attention
         limit = min(limit, left) if whole <= left else limit  # what is lost already must not cost the neighbours more
-    return next((size for size in sizes if size >= _TILE and _first_token_after(situation, size) <= limit), most)
-
-
-def _first_token_after(situation: Situation, size: int) -> float:
-    """Seconds until the prompt at the head is computed, in chunks of this size."""
-    assert situation.cost is not None
-    remaining = situation.prompt_remaining
-    size = min(size, remaining)
-    plain = situation.cost.plain(situation.work.decodes, situation.work.context)
-    attention = situation.cost.added(0, chunk_pairs(situation.prompt_start, remaining))
-    return remaining / size * (plain + situation.cost.added(size, 0)) + attention
+    return next((size for size in sizes if size >= _TILE and seconds_in(size) <= limit), most)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from decodefleet_agent.messages import CurvePoint, MixedPoint
 
 _GAIN = 0.1  # share of an observed deviation that one step corrects
+_MOST_ATTENTION = 0.8
 _FARTHEST = 8.0  # the corrections stay within 1/8 … 8
 
 Points = tuple[tuple[int, float], ...]
@@ -38,7 +39,7 @@ class StepCost:
     """Seconds of a step: those of its decoding rows, plus what its prompt rows add.
 
     `decode`: (rows, seconds), each row attending to `context` tokens. `prefill`: (rows, added seconds) without their attention.
-    Both rise, and are straight between points and beyond the last.
+    Both rise, and are straight between points. Beyond its last point the latter is proportional to the rows.
     """
 
     decode: Points
@@ -56,7 +57,9 @@ class StepCost:
 
     def added(self, prefill: int, pairs: int) -> float:
         """Seconds that prompt rows add."""
-        return self.prefill_factor * (_at(((0, 0.0), *self.prefill), prefill) + self.per_pair * pairs)
+        last = self.prefill[-1][0] if self.prefill else 1
+        rows = _at(((0, 0.0), *self.prefill), min(prefill, last)) * max(1.0, prefill / last)
+        return self.prefill_factor * (rows + self.per_pair * pairs)
 
     def seconds(self, work: Work) -> float:
         return self.plain(work.decodes, work.context) + self.added(work.prefill, work.pairs)
@@ -88,12 +91,14 @@ def fit(curve: Iterable[CurvePoint], mixed: Iterable[MixedPoint], context: int) 
     longer = [point for point in points if not point.chunk and point.context > context]
     per_token = _mean((p.step_seconds - _at(decode, p.batch)) / (p.batch * (p.context - context)) for p in longer)
     added = {(p.batch, p.chunk, p.start): p.step_seconds - _at(decode, p.batch) for p in chunks}
+    own = {size: _mean(s for (_, chunk, start), s in added.items() if chunk == size and not start) for _, size, _ in added}
     per_pair = _mean(
         (seconds - added[batch, chunk, 0]) / (chunk * start)
         for (batch, chunk, start), seconds in added.items()
         if start and (batch, chunk, 0) in added
     )
-    own = {size: _mean(s for (_, chunk, start), s in added.items() if chunk == size and not start) for _, size, _ in added}
+    # A difference of two steps is noisy; attention cannot be more than most of a chunk that attends to itself alone.
+    per_pair = min(per_pair, *(_MOST_ATTENTION * seconds / chunk_pairs(0, size) for size, seconds in own.items()))
     prefill = _rising((size, seconds - per_pair * chunk_pairs(0, size)) for size, seconds in own.items())
     return StepCost(decode, context, prefill, per_token, per_pair)
 
