@@ -25,10 +25,10 @@ _LONG = 1024  # and those of the points that show what attention costs
 _PREFILL_TOKENS = 128
 _BESIDE = 16  # decoding sequences beside a chunk, at most
 _CHUNKS = (16, 64, 256, 1024)
-_SLOW = 0.5  # seconds of a chunk after which no longer one is measured
+_SLOW = 0.25  # seconds of a chunk after which no longer one is measured
 _STEPS = 3  # measured steps of each point, after one that is not
-_SECONDS = 1.0  # a point that has taken this long is not measured again
-_OTHER_SIZES = 2.0  # seconds that the batch sizes between the measured ones may take together
+_SECONDS = 0.5  # a point that has taken this long is not measured again
+_OTHER_SIZES = 1.0  # seconds that the batch sizes between the measured ones may take together
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class Limits:
     max_batch: int
     max_batch_tokens: int
     chunk: Chunk
-    batch_size_threshold: int  # waiting sequences at which prefill goes before decode
+    batch_size_threshold: int  # sequences that wait for free places at which prefill goes before decode
     whole_below: int = WHOLE_BELOW  # prompts shorter than this are never cut into chunks
     reserve_tokens: int = 64  # growth that admission keeps free for each running sequence
     cores: int = 1  # that compute; the chunk formula asks for them
