@@ -87,7 +87,7 @@ class Batching(Model):
         "SLAFeedback: as many sequences as keep the objective for TimePerOutputToken, by the measured cost of steps.",
     )
     max_batch: int = Field(64, ge=1, le=1024, description="Sequences that run at once.")
-    batch_size_threshold: int = Field(8, ge=1, le=1024, description="Sequences waiting for free places at which prefill goes before decode.")
+    batch_size_threshold: int = Field(8, ge=1, le=1024, description="Sequences that wait for free places at which prefill goes first.")
     max_batch_tokens: int = Field(2048, ge=16, le=131072, description="Tokens in one step, decode and prefill together.")
     chunk: Annotated[str, Field(pattern=r"^(Dynamic|Formula|None|[1-9][0-9]{0,5})$", max_length=7)] = Field(
         "Dynamic",

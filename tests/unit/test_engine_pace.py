@@ -137,3 +137,20 @@ def test_the_tokens_of_a_step_are_bounded_and_the_text_does_not_depend_on_it() -
         tokens[most] = [streams.tokens(n) for n in range(4)]
         steps[most] = len(streams.backend.batches)
     assert tokens[16] == tokens[64] and steps[16] > steps[64]
+
+
+def test_the_formula_cuts_by_length_and_cores() -> None:
+    streams = start(Limits(4, 2048, "Formula", 8, cores=2), pages=200, context=2000)
+    streams.handle(submit(1, [1] * 1200, 1))
+    streams.finish()
+    assert [batch.rows for batch in streams.backend.batches] == [150] * 8
+
+
+def test_without_neighbours_nothing_is_cut_and_without_a_measurement_a_fixed_chunk_is() -> None:
+    streams = start(Limits(4, 2048, "Dynamic", 8), pages=200, context=2000)
+    streams.handle(submit(1, [1] * 1000, 30))
+    streams.step()
+    streams.handle(submit(2, [2] * 600, 1))
+    for _ in range(3):
+        streams.step()
+    assert [batch.rows for batch in streams.backend.batches] == [1000, 257, 257, 89]
