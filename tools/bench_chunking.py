@@ -89,9 +89,10 @@ def main() -> int:
     print(f"backend {engine.backend.name}, {arguments.streams} streams at a context of {arguments.context}, a prompt of {arguments.prompt}")
     prompt = np.random.default_rng(7).integers(100, 40_000, arguments.prompt).tolist()
     rounds: dict[str, list[Round]] = {"Dynamic": [], "whole": []}
+    variants: list[tuple[str, Chunk]] = [("Dynamic", "Dynamic"), ("whole", None)]
     for seed in range(arguments.rounds):
-        rounds["Dynamic"].append(measure(engine, "Dynamic", arguments.streams, prompt, arguments.context, seed))
-        rounds["whole"].append(measure(engine, None, arguments.streams, prompt, arguments.context, seed))
+        for name, chunk in variants if seed % 2 else variants[::-1]:
+            rounds[name].append(measure(engine, chunk, arguments.streams, prompt, arguments.context, seed))
     middle = {
         name: {field: median(getattr(one, field) for one in made) for field in Round.__dataclass_fields__} for name, made in rounds.items()
     }
