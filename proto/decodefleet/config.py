@@ -81,12 +81,18 @@ class BatchController(StrEnum):
 class Batching(Model):
     """How many sequences run together, and how prompts are cut."""
 
-    controller: BatchController = Field(BatchController.Static, description="Who sets the batch size between 1 and maxBatch.")
+    controller: BatchController = Field(
+        BatchController.SLAFeedback,
+        description="Who sets the batch size between 1 and maxBatch. Static: always maxBatch. "
+        "SLAFeedback: as many sequences as keep the objective for TimePerOutputToken, by the measured cost of steps.",
+    )
     max_batch: int = Field(64, ge=1, le=1024, description="Sequences that run at once.")
-    batch_size_threshold: int = Field(8, ge=1, le=1024, description="Waiting sequences at which prefill goes before decode.")
+    batch_size_threshold: int = Field(8, ge=1, le=1024, description="Sequences that wait for free places at which prefill goes first.")
     max_batch_tokens: int = Field(2048, ge=16, le=131072, description="Tokens in one step, decode and prefill together.")
     chunk: Annotated[str, Field(pattern=r"^(Dynamic|Formula|None|[1-9][0-9]{0,5})$", max_length=7)] = Field(
-        "512", description="Tokens of a prompt that one step computes: a number, None for whole prompts, Dynamic, Formula."
+        "Dynamic",
+        description="Tokens of a prompt that one step computes. Dynamic: by the measured cost, so that sequences that decode keep "
+        "their pace. A number, None for whole prompts, or Formula. Prompts below 512 tokens are never cut.",
     )
     max_waiting: int = Field(256, ge=0, le=100000, description="Requests that may wait; one more is answered RESOURCE_EXHAUSTED.")
 

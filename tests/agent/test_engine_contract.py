@@ -6,6 +6,7 @@ sequence alone, its prompt whole, nothing cached.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,9 +20,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decodefleet_agent.engine.backends.reference import ReferenceBackend
 from decodefleet_agent.engine.batch import Batch
+from decodefleet_agent.engine.chunks import Chunk
+from decodefleet_agent.engine.controllers.base import Controller, Decision, Limits
+from decodefleet_agent.engine.controllers.static import static
 from decodefleet_agent.engine.engine import Engine
 from decodefleet_agent.engine.kv_pool import KVPool
-from decodefleet_agent.engine.scheduler import Limits
+from decodefleet_agent.engine.settings import chunk as settings_chunk
 from decodefleet_agent.engine.weights import load
 from decodefleet_agent.messages import Sampling, Submit
 from decodefleet_agent.model_files import resolve
@@ -51,10 +55,13 @@ class Recorder:
 Result = tuple[list[int], dict[int, np.ndarray]]
 
 
-def run(backend: ReferenceBackend, submits: list[Submit], limits: Limits = LIMITS, pages: int = PAGES) -> tuple[dict[int, Result], Engine]:
+def run(
+    backend: ReferenceBackend, submits: list[Submit], limits: Limits = LIMITS, pages: int = PAGES, controller: Controller = static
+) -> tuple[dict[int, Result], Engine]:
     """Tokens and logits of each sequence. `submits` arrive one more each step, so that they meet at different positions."""
     recorder = Recorder(backend)
-    engine = Engine(recorder, limits, KVPool(pages), 1, min(400, pages * 16), backend._config.vocabulary_size)  # type: ignore[arg-type]
+    context = min(400, pages * 16)
+    engine = Engine(recorder, limits, KVPool(pages), 1, context, backend._config.vocabulary_size, controller)  # type: ignore[arg-type]
     tokens: dict[int, list[int]] = {submit.sequence_id: [] for submit in submits}
     pending = list(submits)
     while pending or engine.busy:
@@ -133,7 +140,8 @@ sequences = st.lists(
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     sequences=sequences,
-    chunk=st.sampled_from([None, 16, 64, 7]),
+    chunk=st.sampled_from([None, 16, 64, 7, "Dynamic"]),
+    rooms=st.lists(st.integers(1, 150), min_size=1, max_size=8),
     max_batch=st.sampled_from([2, 5, 16]),
     max_batch_tokens=st.sampled_from([33, 300, 2048]),
     pages=st.sampled_from([16, 30, PAGES]),
@@ -141,7 +149,8 @@ sequences = st.lists(
 def test_random_programs(
     tiny: ReferenceBackend,
     sequences: list[tuple[int, list[int], int, float]],
-    chunk: int | None,
+    chunk: Chunk,
+    rooms: list[int],
     max_batch: int,
     max_batch_tokens: int,
     pages: int,
@@ -149,9 +158,15 @@ def test_random_programs(
     common = [n * 7 % 211 for n in range(120)]
     submits = [submit(n, common[:shared] + own, count, heat) for n, (shared, own, count, heat) in enumerate(sequences)]
     limits = replace(LIMITS, chunk=chunk, max_batch=max_batch, max_batch_tokens=max_batch_tokens, reserve_tokens=0)
-    together, _ = run(tiny, submits, limits, pages)
+    together, _ = run(tiny, submits, limits, pages, drawn(rooms) if chunk == "Dynamic" else static)
     for one in submits:
         assert_same(together[one.sequence_id], run(tiny, [one])[0][one.sequence_id])
+
+
+def drawn(rooms: list[int]) -> Controller:
+    """Gives prompts the drawn rooms in turn, which cuts them anywhere."""
+    turns = itertools.cycle(rooms)
+    return lambda situation: Decision(situation.limits.most_running, min(next(turns), situation.limits.max_batch_tokens))
 
 
 def test_preemption_is_forced_and_changes_nothing(tiny: ReferenceBackend) -> None:
@@ -193,7 +208,7 @@ def test_larger_tiles_give_the_bits_of_the_smallest(tiny: ReferenceBackend, monk
         assert_same(got[number], wanted[number])
 
 
-@pytest.mark.parametrize("way", ["batch 16", "chunk 16", "chunk 64", "preempted", "two threads"])
+@pytest.mark.parametrize("way", ["batch 16", "chunk 16", "chunk 64", "chunk Dynamic", "preempted", "two threads"])
 def test_the_demo_model(demo: ReferenceBackend, way: str) -> None:
     prompt = (np.random.default_rng(5).integers(0, 49152, 90)).tolist()
     target = submit(0, prompt, 6, 0.8)
@@ -212,5 +227,6 @@ def test_the_demo_model(demo: ReferenceBackend, way: str) -> None:
         got, _ = run(demo, [target])
         torch.set_num_threads(1)
     else:
-        got, _ = run(demo, [*beside[:2], target], replace(LIMITS, chunk=int(way.split()[1])))
+        chunk = settings_chunk(way.split()[1])
+        got, _ = run(demo, [*beside[:2], target], replace(LIMITS, chunk=chunk), controller=drawn([5, 64, 17]))
     assert_same(got[0], wanted)

@@ -10,7 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decodefleet.v1.control_pb2 import Objective
+from decodefleet.config import AgentConfig
+from decodefleet.v1.control_pb2 import ConfigureRequest, Objective
+from decodefleet_agent.messages import Targets
+from decodefleet_agent.server.agent import Agent
+from decodefleet_agent.server.control import AgentControl
 from decodefleet_agent.server.objectives import Measured, Objectives, Outcome, quantile
 
 METRICS = {
@@ -90,3 +94,24 @@ def test_quantiles_are_numpys(values: list[float], share: float) -> None:
 def test_the_server_process_loads_no_torch() -> None:
     code = "import sys, decodefleet_agent.server.service; print(sorted({'torch', 'transformers', 'numpy', 'gguf'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+async def test_the_engine_is_told_the_strictest_latencies_and_nothing_of_an_older_generation() -> None:
+    told: list[Targets] = []
+
+    async def drain(seconds: float) -> None:
+        raise AssertionError("nobody asked for that")
+
+    control = AgentControl(Agent(AgentConfig(model_uri="file:///m")), None, drain, told.append)
+
+    async def configure(generation: int, **thresholds: float) -> None:
+        given = [
+            Objective(name=name, metric=METRICS[name.rstrip("2")], threshold_seconds=threshold, target=0.9)
+            for name, threshold in thresholds.items()
+        ]
+        await control.Configure(ConfigureRequest(generation=generation, objectives=given), None)  # type: ignore[arg-type]
+
+    await configure(2, tpot=0.05, tpot2=0.02, ttft=1.5, duration=0.001, queue=0.001)
+    await configure(1, tpot=0.001)
+    await configure(3, duration=9.0)
+    assert told == [Targets(0.02, 1.5), Targets()]

@@ -1,105 +1,33 @@
-"""The engine's loop over a backend that remembers tokens instead of computing: every stream must come out as if it were alone.
-
-The backend keeps each token in its pool slot and derives the next token from all that it reads back through the pages. A
-wrong page, a lost or repeated token, or a stale prefix therefore changes the stream.
-"""
+"""The engine's loop in random programs, and by example: preemption, cancellation, prefix cache, order, limits."""
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, field, replace
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from engine_world import LIMITS, VOCABULARY, alone, start, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decodefleet_agent.engine.batch import Batch
-from decodefleet_agent.engine.engine import Engine
-from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, KVPool, pages_for
-from decodefleet_agent.engine.scheduler import Limits
-from decodefleet_agent.messages import Cancel, Output, Sampling, Submit
-
-VOCABULARY = 50
-LIMITS = Limits(max_batch=4, max_batch_tokens=64, chunk=None, batch_size_threshold=8)
+from decodefleet_agent.engine.chunks import Chunk
+from decodefleet_agent.engine.controllers import CONTROLLERS
+from decodefleet_agent.engine.controllers.base import Controller, Decision, Limits, Situation
+from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, pages_for
+from decodefleet_agent.messages import Cancel, Sampling, Submit
 
 
-def next_token(tokens: list[int]) -> int:
-    return int.from_bytes(hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), digest_size=4).digest(), "big") % VOCABULARY
+def whimsical(seed: int) -> Controller:
+    """Decides by chance, within what a controller may."""
+    chance = random.Random(seed)
 
+    def decide(situation: Situation) -> Decision:
+        limits = situation.limits
+        return Decision(chance.randint(1, limits.most_running), min(chance.choice([1, 3, 16, 50, 5000]), limits.max_batch_tokens))
 
-class RememberingBackend:
-    name = "remembering"
-    revision = 1
-
-    def __init__(self, pages: int) -> None:
-        self.memory = np.full((pages, PAGE_TOKENS), -1)
-        self.batches: list[Batch] = []
-
-    def step(self, batch: Batch) -> np.ndarray:
-        self.batches.append(batch)
-        logits, row = [], 0
-        for span in batch.spans:
-            for position in range(span.start, span.start + span.length):
-                self.memory[span.pages[position // PAGE_TOKENS], position % PAGE_TOKENS] = batch.token_ids[row]
-                row += 1
-            if span.samples:
-                stored = self.memory[list(span.pages)].reshape(-1)[: span.start + span.length]
-                logits.append(np.zeros(VOCABULARY, np.float32))
-                logits[-1][next_token(stored.tolist())] = 1
-        return np.asarray(logits).reshape(-1, VOCABULARY)
-
-
-@dataclass
-class Streams:
-    """An engine under test, and what came out of it."""
-
-    engine: Engine
-    backend: RememberingBackend
-    outputs: dict[int, list[Output]] = field(default_factory=dict)
-
-    def handle(self, *commands: Submit | Cancel) -> None:
-        self._take(self.engine.handle(commands))
-
-    def step(self) -> None:
-        before = self.engine.stats()
-        result = self.engine.step()
-        self.engine.check_integrity()
-        assert result.stats.batch_tokens, "a step with work computed nothing"
-        assert result.stats.steps == before.steps + 1
-        self._take(result.outputs)
-
-    def finish(self) -> None:
-        for _ in range(10_000):
-            if not self.engine.busy:
-                return
-            self.step()
-        raise AssertionError("the engine does not finish")
-
-    def tokens(self, sequence_id: int) -> list[int]:
-        return [token for output in self.outputs[sequence_id] for token in output.token_ids]
-
-    def _take(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            self.outputs.setdefault(output.sequence_id, []).append(output)
-
-
-def start(limits: Limits = LIMITS, pages: int = 64, context: int = 400) -> Streams:
-    backend = RememberingBackend(pages)
-    context = min(context, pages * PAGE_TOKENS)
-    return Streams(Engine(backend, limits, KVPool(pages), 1, context, VOCABULARY), backend)  # type: ignore[arg-type]
-
-
-def submit(sequence_id: int, prompt: list[int], max_tokens: int = 8, **fields: object) -> Submit:
-    return Submit(sequence_id, prompt, Sampling(seed=1, max_tokens=max_tokens), **fields)  # type: ignore[arg-type]
-
-
-def alone(prompt: list[int], max_tokens: int, context: int) -> list[int]:
-    tokens = list(prompt)
-    while len(tokens) < context and len(tokens) - len(prompt) < max_tokens:
-        tokens.append(next_token(tokens))
-    return tokens[len(prompt) :]
-
+    return decide
 
 prompts = st.builds(
     lambda shared, own: [7] * shared + own,
@@ -115,7 +43,9 @@ requests = st.lists(st.tuples(prompts, st.integers(1, 40), st.integers(0, 2), st
     cancelled=st.dictionaries(st.integers(0, 9), st.integers(0, 20), max_size=4),
     max_batch=st.integers(1, 5),
     max_batch_tokens=st.sampled_from([16, 33, 200]),
-    chunk=st.sampled_from([None, 5, 16, 64]),
+    chunk=st.sampled_from([None, 5, 16, 64, "Dynamic", "Formula"]),
+    whole_below=st.sampled_from([0, 50]),
+    controller=st.sampled_from(sorted(CONTROLLERS)) | st.integers(0, 10_000),
     threshold=st.integers(1, 4),
     reserve=st.sampled_from([0, 64]),
     pages=st.sampled_from([8, 11, 40]),
@@ -125,13 +55,16 @@ def test_random_programs_give_every_stream_its_own_tokens(
     cancelled: dict[int, int],
     max_batch: int,
     max_batch_tokens: int,
-    chunk: int | None,
+    chunk: Chunk,
+    whole_below: int,
+    controller: str | int,
     threshold: int,
     reserve: int,
     pages: int,
 ) -> None:
-    limits = Limits(max_batch, max_batch_tokens, chunk, threshold, whole_below=0, reserve_tokens=reserve)
-    streams = start(limits, pages, context=pages * PAGE_TOKENS)
+    limits = Limits(max_batch, max_batch_tokens, chunk, threshold, whole_below, reserve_tokens=reserve)
+    decide = CONTROLLERS[controller] if isinstance(controller, str) else whimsical(controller)
+    streams = start(limits, pages, pages * PAGE_TOKENS, decide)
     for now in range(21):
         arriving = [n for n, (_, _, _, arrival) in enumerate(requests) if arrival == now]
         streams.handle(*(submit(n, requests[n][0], requests[n][1], priority=requests[n][2]) for n in arriving))
@@ -258,7 +191,6 @@ def test_from_the_threshold_on_prefill_goes_before_decode() -> None:
         streams.finish()
         tokens[threshold] = {n: streams.tokens(n) for n in range(1, 6)}
     assert tokens[2] == tokens[100]
-
 
 def test_no_step_exceeds_its_limits() -> None:
     streams = start(Limits(3, 24, None, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from decodefleet.cgroups import cgroup_cpus, cgroup_memory
 from decodefleet.config import AgentConfig
 from decodefleet_agent.engine import settings
+from decodefleet_agent.engine.controllers.base import Limits
 from decodefleet_agent.engine.threads import thread_count
 from decodefleet_agent.engine.warmup import batch_sizes
 from decodefleet_agent.model_files import ModelError, resolve
@@ -75,7 +77,6 @@ def test_threads_never_exceed_the_pods_limit_and_are_at_least_one() -> None:
         ({"precision": {"schedule": "ByComplexity"}}, "engine.precision.schedule: ByComplexity"),
         ({"kvCache": {"sparsity": {"policy": "SlidingWindow"}}}, "engine.kvCache.sparsity.policy: SlidingWindow"),
         ({"batching": {"controller": "DQN"}}, "engine.batching.controller: DQN"),
-        ({"batching": {"chunk": "Dynamic"}}, "engine.batching.chunk: Dynamic"),
         ({"prediction": {"method": "Suffix"}}, "engine.prediction.method: Suffix"),
     ],
 )
@@ -85,9 +86,16 @@ def test_what_is_not_built_is_named(engine: dict[str, Any], field: str) -> None:
 
 
 def test_what_is_built_is_supported() -> None:
-    for chunk in ("512", "None"):
-        assert settings.unsupported(config({"precision": {"kvCache": "fp32", "weights": "fp32"}, "batching": {"chunk": chunk}})) is None
+    for batching in ({}, {"chunk": "512"}, {"chunk": "None"}, {"chunk": "Formula", "controller": "Static"}):
+        assert settings.unsupported(config({"precision": {"kvCache": "fp32", "weights": "fp32"}, "batching": batching})) is None
     assert "parallelism.tensor" in (settings.unsupported(config(tensorParallel=2)) or "")
+
+
+def test_what_a_step_may_hold_follows_from_the_configuration() -> None:
+    assert [settings.chunk(text) for text in ("None", "Dynamic", "Formula", "300")] == [None, "Dynamic", "Formula", 300]
+    limits = settings.limits(config({"batching": {"maxBatch": 3, "maxBatchTokens": 99, "batchSizeThreshold": 2}}, cpu="1"))
+    assert limits == Limits(3, 99, "Dynamic", 2, cores=1)
+    assert replace(limits, max_batch=200).most_running == 99
 
 
 def test_pool_size() -> None:

@@ -270,7 +270,6 @@ def test_a_malformed_resource_changes_the_status_alone() -> None:
         ({"engine": {"precision": {"schedule": "ByComplexity"}}}, "spec.engine.precision.schedule: ByComplexity", True),
         ({"engine": {"kvCache": {"sparsity": {"policy": "Hierarchical"}}}}, "spec.engine.kvCache.sparsity.policy: Hierarchical", True),
         ({"engine": {"batching": {"controller": "DQN"}}}, "spec.engine.batching.controller: DQN", True),
-        ({"engine": {"batching": {"chunk": "Dynamic"}}}, "spec.engine.batching.chunk: Dynamic", True),
         ({"engine": {"prediction": {"method": "Medusa"}}}, "spec.engine.prediction.method: Medusa", True),
         ({"parallelism": {"tensor": 2}}, "spec.parallelism.tensor: 2", True),
         ({"rollout": {"canary": {"replicas": 1}}}, "spec.rollout.canary: replicas: 1", True),

@@ -6,46 +6,72 @@ import time
 from collections.abc import Iterable
 
 from decodefleet_agent.engine.backends.base import Backend
+from decodefleet_agent.engine.batch import Batch
+from decodefleet_agent.engine.controllers.base import Controller, Decision, Limits
+from decodefleet_agent.engine.controllers.static import static
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, KVPool, pages_for
 from decodefleet_agent.engine.postprocess import finish_reason, postprocess
-from decodefleet_agent.engine.scheduler import Limits, Scheduler
+from decodefleet_agent.engine.scheduler import Scheduler
 from decodefleet_agent.engine.sequence import Sequence
-from decodefleet_agent.messages import Cancel, Output, Stats, StepResult, Submit
+from decodefleet_agent.engine.step_cost import StepCost, Work, chunk_pairs
+from decodefleet_agent.messages import Cancel, Output, Stats, StepResult, Submit, Targets
 
 
 class Engine:
-    """Sequences in flight over one backend. `context_length` bounds prompt and output together; the pool holds at least that much."""
+    """Sequences in flight over one backend. `context_length` bounds prompt and output together; the pool holds at least that much.
 
-    def __init__(self, backend: Backend, limits: Limits, pool: KVPool, page_bytes: int, context_length: int, vocabulary_size: int) -> None:
+    `cost`: what warm-up measured of the backend's steps; None where it did not run.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        limits: Limits,
+        pool: KVPool,
+        page_bytes: int,
+        context_length: int,
+        vocabulary_size: int,
+        controller: Controller = static,
+        cost: StepCost | None = None,
+    ) -> None:
         self.backend = backend
         self.pool = pool
         self.scheduler = Scheduler(limits, pool)
         self.context_length = context_length
+        self.controller = controller
+        self.cost = cost
+        self.targets = Targets()
         self.sequences: dict[int, Sequence] = {}
         self._page_bytes = page_bytes
         self._vocabulary_size = vocabulary_size
         self._arrivals = 0
         self._prompt_tokens = self._cached_prompt_tokens = self._generated_tokens = self._steps = 0
         self._busy_seconds = 0.0
+        self._decided = Decision(limits.most_running, limits.max_batch_tokens)
 
     @property
     def busy(self) -> bool:
         return bool(self.sequences)
 
-    def handle(self, commands: Iterable[Submit | Cancel]) -> list[Output]:
+    def handle(self, commands: Iterable[Submit | Cancel | Targets]) -> list[Output]:
         """Takes sequences in and out. The outputs are those of sequences that end without a step."""
         outputs = []
         for command in commands:
-            if isinstance(command, Submit):
-                outputs += self._submit(command)
-            else:
-                self._cancel(command.sequence_id)
+            match command:
+                case Submit():
+                    outputs += self._submit(command)
+                case Cancel():
+                    self._cancel(command.sequence_id)
+                case Targets():
+                    self.targets = command
         return outputs
 
     def step(self) -> StepResult:
         """Computes one batch."""
         started = time.monotonic()
-        batch = self.scheduler.schedule()
+        situation = self.scheduler.situation(self.targets, self.cost)
+        decision = self.controller(situation)
+        batch = self.scheduler.schedule(decision, prefill_first=situation.burst)
         logits = self.backend.step(batch)
         outputs = postprocess(batch, logits, self.sequences, self.scheduler, self.context_length)
         self._count(outputs, [self.sequences[span.sequence_id] for span in batch.spans])
@@ -55,6 +81,9 @@ class Engine:
         seconds = time.monotonic() - started
         self._steps += 1
         self._busy_seconds += seconds
+        if self.cost is not None:
+            self.cost = self.cost.corrected(_work(batch), seconds)
+        self._decided = decision
         return StepResult(outputs, self.stats(step_seconds=seconds, batch=len(batch.spans), batch_tokens=batch.rows))
 
     def stats(self, step_seconds: float = 0.0, batch: int = 0, batch_tokens: int = 0) -> Stats:
@@ -77,6 +106,8 @@ class Engine:
             step_seconds=step_seconds,
             batch=batch,
             batch_tokens=batch_tokens,
+            batch_limit=self._decided.max_running,
+            prefill_limit=self._decided.prefill_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -132,3 +163,14 @@ class Engine:
             computed = min(sequence.computed or len(sequence.tokens), sequence.prompt_length)
             self._prompt_tokens += max(0, computed - sequence.counted_prompt)
             sequence.counted_prompt = max(sequence.counted_prompt, computed)
+
+
+def _work(batch: Batch) -> Work:
+    """What the step computed, for its cost. The last token of a prompt on its own counts as a decoding row: it costs the same."""
+    prompts = [span for span in batch.spans if span.length > 1]
+    return Work(
+        decodes=len(batch.spans) - len(prompts),
+        context=sum(span.start + 1 for span in batch.spans if span.length == 1),
+        prefill=sum(span.length for span in prompts),
+        pairs=sum(chunk_pairs(span.start, span.length) for span in prompts),
+    )

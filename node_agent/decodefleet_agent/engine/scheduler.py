@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import bisect
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
 from decodefleet_agent.engine.batch import Batch, Span
+from decodefleet_agent.engine.chunks import cut
+from decodefleet_agent.engine.controllers.base import Decision, Limits, Situation
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, KVPool, page_digest, pages_for
 from decodefleet_agent.engine.sequence import Sequence
+from decodefleet_agent.engine.step_cost import StepCost, Work
+from decodefleet_agent.messages import Targets
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What one step may hold."""
-
-    max_batch: int
-    max_batch_tokens: int
-    chunk: int | None  # tokens of one prompt per step; None for whole prompts
-    batch_size_threshold: int  # waiting sequences at which prefill goes before decode
-    whole_below: int = 512  # prompts shorter than this are never cut into chunks
-    reserve_tokens: int = 64  # growth that admission keeps free for each running sequence
+_NO_LIMIT = 1 << 62
 
 
 class Scheduler:
@@ -38,16 +31,31 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self.waiting, sequence, key=lambda s: s.order)
 
-    def schedule(self) -> Batch:
+    def situation(self, targets: Targets, cost: StepCost | None) -> Situation:
+        """What a controller decides upon."""
+        decoding = [sequence for sequence in self.running if sequence.remaining == 1]
+        prompt = next((s for s in self.running if s.remaining > 1), None) or next(iter(self.waiting), None)
+        return Situation(
+            self.limits,
+            running=len(self.running),
+            waiting=len(self.waiting),
+            work=Work(len(decoding), sum(len(sequence.tokens) for sequence in decoding)),
+            prompt_start=prompt.computed if prompt else 0,
+            prompt_remaining=prompt.remaining if prompt else 0,
+            prompt_waited=time.monotonic() - prompt.submitted_at if prompt else 0.0,
+            targets=targets,
+            cost=cost,
+        )
+
+    def schedule(self, decision: Decision, prefill_first: bool) -> Batch:
         """The next step's batch; empty where nothing can run. May preempt, by recomputation."""
         preempted = self._grow()
         budget = self.limits.max_batch_tokens
-        prefill_first = len(self.waiting) >= self.limits.batch_size_threshold
         decodes = [(sequence, 1) for sequence in self.running if sequence.remaining == 1]
         if not prefill_first:
             decodes = decodes[:budget]
             budget -= len(decodes)
-        prefills = self._prefill(budget, admit=not preempted)
+        prefills = self._prefill(budget, decision, admit=not preempted)
         if prefill_first:
             decodes = decodes[: budget - sum(length for _, length in prefills)]
         return _batch(decodes + prefills)
@@ -88,31 +96,47 @@ class Scheduler:
                     sequence.pages += pages
         return self.preemptions > before
 
-    def _prefill(self, budget: int, admit: bool) -> list[tuple[Sequence, int]]:
-        work = []
-        for sequence in self.running:
-            if budget and sequence.remaining > 1:
-                work.append((sequence, self._chunk(sequence, budget)))
-                budget -= work[-1][1]
-        while admit and budget and self.waiting and len(self.running) < self.limits.max_batch and self._admit(sequence := self.waiting[0]):
-            work.append((sequence, self._chunk(sequence, budget)))
+    def _prefill(self, budget: int, decision: Decision, admit: bool) -> list[tuple[Sequence, int]]:
+        """Chunks of prompts in order, as many as fit into the decision's room, and the first whether it does or not."""
+        work: list[tuple[Sequence, int]] = []
+        # Where the controller sets no limit the budget alone cuts, also short prompts, so that no step goes out half empty.
+        room = decision.prefill_tokens if decision.prefill_tokens < self.limits.max_batch_tokens else _NO_LIMIT
+        candidates = [sequence for sequence in self.running if sequence.remaining > 1]
+        while budget:
+            if candidates:
+                sequence = candidates.pop(0)
+                length = self._cut(sequence, sequence.remaining, room, first=not work)
+            elif admit and self.waiting and len(self.running) < decision.max_running:
+                sequence = self.waiting[0]
+                length = self._admit(sequence, room, first=not work)
+            else:
+                break
+            if not length:
+                break
+            work.append((sequence, min(length, budget)))
             budget -= work[-1][1]
+            room -= work[-1][1]
         return work
 
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        chunk = self.limits.chunk
-        cut = sequence.remaining if chunk is None or len(sequence.tokens) < self.limits.whole_below else min(chunk, sequence.remaining)
-        return min(cut, budget)
+    def _cut(self, sequence: Sequence, remaining: int, room: int, first: bool) -> int:
+        """Tokens of the prompt that this step takes; 0 where they do not fit."""
+        limits = self.limits
+        length = cut(limits.chunk, len(sequence.tokens), remaining, room, limits.cores, limits.whole_below)
+        return length if first or length <= room else 0
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Moves a waiting sequence to the running ones if the pool holds it, and the growth of those that run."""
+    def _admit(self, sequence: Sequence, room: int, first: bool) -> int:
+        """Moves a waiting sequence to the running ones, and says how much of it this step takes.
+
+        0, and it waits on, where the step has no room for it, or the pool none beside the growth of those that run.
+        """
         reusable = self._digests(sequence, (len(sequence.tokens) - 1) // PAGE_TOKENS)
         pages = self.pool.match(reusable)
         missing = pages_for(len(sequence.tokens)) - len(pages)
         reserve = sum(pages_for(min(s.output_left, self.limits.reserve_tokens)) for s in [*self.running, sequence]) if self.running else 0
-        if self.pool.available < missing + reserve:
+        length = self._cut(sequence, len(sequence.tokens) - len(pages) * PAGE_TOKENS, room, first)
+        if not length or self.pool.available < missing + reserve:
             self.pool.release(pages)
-            return False
+            return 0
         new = self.pool.allocate(missing)
         assert new is not None
         sequence.pages = pages + new
@@ -122,7 +146,7 @@ class Scheduler:
             sequence.cached_prompt_tokens = sequence.counted_prompt = min(sequence.computed, sequence.prompt_length)
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=lambda s: s.order)
-        return True
+        return length
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's pages; its tokens are kept and computed again when it is admitted again."""

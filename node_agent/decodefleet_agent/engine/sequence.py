@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from decodefleet_agent.messages import Sampling
@@ -17,6 +18,7 @@ class Sequence:
     sampling: Sampling
     priority: int
     arrival: int
+    submitted_at: float = field(default_factory=time.monotonic)
     pages: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its full pages, as far as known
     computed: int = 0  # tokens whose keys and values are in the pages

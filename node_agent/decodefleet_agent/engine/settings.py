@@ -8,8 +8,11 @@ from decodefleet.cgroups import cgroup_memory
 from decodefleet.config import AgentConfig
 from decodefleet.config import Engine as EngineConfig
 from decodefleet.units import parse_quantity
+from decodefleet_agent.engine.chunks import Chunk
+from decodefleet_agent.engine.controllers import CONTROLLERS
+from decodefleet_agent.engine.controllers.base import Limits
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, pages_for
-from decodefleet_agent.engine.scheduler import Limits
+from decodefleet_agent.engine.threads import thread_count
 from decodefleet_agent.engine.weights import ModelConfig
 from decodefleet_agent.model_files import ModelError
 
@@ -23,28 +26,38 @@ def unsupported(config: AgentConfig) -> str | None:
         ("precision.kvCache", engine.precision.kv_cache, ("auto", "fp32")),
         ("precision.schedule", engine.precision.schedule, ("Static",)),
         ("kvCache.sparsity.policy", engine.kv_cache.sparsity.policy, ("None",)),
-        ("batching.controller", engine.batching.controller, ("Static",)),
+        ("batching.controller", engine.batching.controller, tuple(CONTROLLERS)),
         ("prediction.method", engine.prediction.method, ("None",)),
     ]
     for field, value, values in supported:
         if str(value) not in values:
             return f"engine.{field}: {value} is not supported yet; set {' or '.join(values)}"
-    if engine.batching.chunk in ("Dynamic", "Formula"):
-        return f"engine.batching.chunk: {engine.batching.chunk} is not supported yet; set a number of tokens or None"
     if config.tensor_parallel != 1:
         return f"parallelism.tensor: {config.tensor_parallel} is not supported yet; set 1"
     return None
 
 
-def limits(engine: EngineConfig) -> Limits:
-    """The scheduler's limits."""
-    batching = engine.batching
+def limits(config: AgentConfig) -> Limits:
+    """What one step may hold."""
+    batching = config.engine.batching
     return Limits(
         max_batch=batching.max_batch,
         max_batch_tokens=batching.max_batch_tokens,
-        chunk=None if batching.chunk == "None" else int(batching.chunk),
+        chunk=chunk(batching.chunk),
         batch_size_threshold=batching.batch_size_threshold,
+        cores=thread_count(config.cpu),
     )
+
+
+def chunk(text: str) -> Chunk:
+    """What `engine.batching.chunk` says."""
+    match text:
+        case "None":
+            return None
+        case "Dynamic" | "Formula":
+            return text
+        case _:
+            return int(text)
 
 
 def pool_pages(config: AgentConfig, context_length: int, page_bytes: int) -> int:

@@ -12,10 +12,13 @@ from decodefleet.config import AgentConfig
 from decodefleet_agent.engine import settings
 from decodefleet_agent.engine.backends.base import Backend
 from decodefleet_agent.engine.backends.reference import ReferenceBackend
+from decodefleet_agent.engine.controllers import CONTROLLERS
 from decodefleet_agent.engine.engine import Engine
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, KVPool
+from decodefleet_agent.engine.memory import lock_memory
+from decodefleet_agent.engine.step_cost import StepCost
 from decodefleet_agent.engine.threads import thread_count
-from decodefleet_agent.engine.warmup import Measured, warm_up
+from decodefleet_agent.engine.warmup import Measured, rehearse, warm_up
 from decodefleet_agent.engine.weights import Weights, load
 from decodefleet_agent.messages import ModelInfo, Progress, Ready
 from decodefleet_agent.model_files import ModelError, resolve
@@ -34,20 +37,28 @@ def start(config: AgentConfig, send: Callable[[Progress], None], started: float)
     page_bytes = backend.page_bytes(weights.config)
     pages = settings.pool_pages(config, wanted, page_bytes)
     context = settings.pool_context(wanted, pages)
-    limits = settings.limits(config.engine)
+    limits = settings.limits(config)
     send(Progress("loading", 0.95, f"allocating a KV pool of {pages * page_bytes / 2**20:.0f} MiB"))
     backend.allocate(pages)
     loaded = time.monotonic()
     measured: Measured | None = None
+
+    def engine(cost: StepCost | None) -> Engine:
+        controller = CONTROLLERS[config.engine.batching.controller]
+        return Engine(backend, limits, KVPool(pages), page_bytes, context, weights.config.vocabulary_size, controller, cost)
+
     if config.engine.warmup.enabled:
         measured = warm_up(backend, limits, pages, context, lambda done, text: send(Progress("warming_up", done, text)))
-    engine = Engine(backend, limits, KVPool(pages), page_bytes, context, weights.config.vocabulary_size)
-    return engine, Ready(
+        rehearse(engine(measured.cost))
+        lock_memory()
+    return engine(measured.cost if measured else None), Ready(
         model=_model_info(weights, backend, context, pages),
         load_seconds=loaded - started,
         warm_up_seconds=time.monotonic() - loaded if measured else None,
         prefill_tokens_per_second=measured.prefill_tokens_per_second if measured else None,
         curve=measured.curve if measured else [],
+        curve_context=measured.context if measured else 0,
+        mixed=measured.mixed if measured else [],
     )
 
 

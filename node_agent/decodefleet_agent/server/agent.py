@@ -90,12 +90,13 @@ class Agent:
             self.metrics.busy_ratio.set(min(1.0, (stats.busy_seconds - busy) / (now - since)))
             self._busy = (now, stats.busy_seconds)
 
-    def configure(self, request: control_pb2.ConfigureRequest) -> None:
-        """Ignored if its generation is older than the current one."""
+    def configure(self, request: control_pb2.ConfigureRequest) -> bool:
+        """Ignored, and False, if its generation is older than the current one."""
         if not self.objectives.configure(request.generation, request.objectives):
-            return
+            return False
         self.max_waiting = request.max_waiting or self.config.engine.batching.max_waiting
         self.drain_timeout = request.drain_timeout_seconds or parse_duration(self.config.drain_timeout)
+        return True
 
     def serving_model(self) -> ServedModel:
         """Raises Refused with UNAVAILABLE while the agent does not serve."""

@@ -11,8 +11,10 @@ import grpc
 
 from decodefleet.v1 import control_pb2 as pb
 from decodefleet.v1 import control_pb2_grpc
+from decodefleet_agent.messages import Targets
 from decodefleet_agent.server.agent import Agent
 from decodefleet_agent.server.load import read_load
+from decodefleet_agent.server.objectives import targets
 
 log = logging.getLogger(__name__)
 
@@ -20,10 +22,15 @@ MAX_OBJECTIVES = 16
 
 
 class AgentControl(control_pb2_grpc.AgentControlServicer):
-    """`token_file` None: client certificates are the authority. `drain` begins a drain of so many seconds and returns at once."""
+    """`token_file` None: client certificates are the authority. `drain` begins a drain of so many seconds and returns at once.
 
-    def __init__(self, agent: Agent, token_file: str | None, drain: Callable[[float], Awaitable[None]]) -> None:
-        self._agent, self._drain = agent, drain
+    `keep` tells the engine which latencies are objectives.
+    """
+
+    def __init__(
+        self, agent: Agent, token_file: str | None, drain: Callable[[float], Awaitable[None]], keep: Callable[[Targets], None]
+    ) -> None:
+        self._agent, self._drain, self._keep = agent, drain, keep
         self._token_file = Path(token_file) if token_file is not None else None
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
@@ -34,7 +41,8 @@ class AgentControl(control_pb2_grpc.AgentControlServicer):
         await self._authorise(context)
         if problem := _problem(request):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
-        self._agent.configure(request)
+        if self._agent.configure(request):
+            self._keep(targets(request.objectives))
         return pb.ConfigureResponse(generation=self._agent.objectives.generation)
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from decodefleet.config import AgentConfig
 from decodefleet_agent import channel
-from decodefleet_agent.messages import Cancel, Commands, Failed, Output, Progress, Ready, Stats, StepResult, Stop, Submit
+from decodefleet_agent.messages import Cancel, Commands, Failed, Output, Progress, Ready, Stats, StepResult, Stop, Submit, Targets
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class EngineLink:
         self._on_progress, self._on_ready, self._on_stats = on_progress, on_ready, on_stats
         self._inboxes: dict[int, Inbox] = {}
         self._ids = itertools.count(1)
-        self._pending: list[Submit | Cancel | Stop] = []
+        self._pending: list[Submit | Cancel | Targets | Stop] = []
         self._wanted = asyncio.Event()
         self._ready = False
         self._channel: channel.AsyncChannel | None = None
@@ -134,6 +134,10 @@ class EngineLink:
         if self._inboxes.pop(sequence_id, None) is not None:
             self._send(Cancel(sequence_id))
 
+    def keep(self, targets: Targets) -> None:
+        """Latencies that the engine keeps from now on; also before it is ready."""
+        self._send(targets)
+
     def fail_all(self, error: Exception) -> None:
         """Ends every open request with the error and frees its sequences."""
         for sequence_id, inbox in list(self._inboxes.items()):
@@ -158,7 +162,7 @@ class EngineLink:
             self._process.kill()
             return await self._process.wait()
 
-    def _send(self, command: Submit | Cancel) -> None:
+    def _send(self, command: Submit | Cancel | Targets) -> None:
         self._pending.append(command)
         self._wanted.set()
 

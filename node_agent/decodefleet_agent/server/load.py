@@ -76,4 +76,5 @@ def _warm_up(agent: Agent) -> pb.WarmUp | None:
             pb.WarmUp.CurvePoint(batch=point.batch, step_seconds=point.step_seconds, tokens_per_second=point.tokens_per_second)
             for point in ready.curve
         ],
+        curve_context_tokens=ready.curve_context,
     )

@@ -34,6 +34,8 @@ _ENGINE_GAUGES = {
     "kv_bytes_used": ("kv_used_bytes", "Bytes of the KV pool held by sequences."),
     "kv_bytes_total": ("kv_total_bytes", "Bytes of the KV pool."),
     "kv_bytes_cached": ("kv_cached_bytes", "Bytes of the KV pool held only by the prefix cache."),
+    "batch_limit": ("batch_limit", "Sequences that the batch controller lets run."),
+    "prefill_limit": ("prefill_limit_tokens", "Prompt tokens that the batch controller lets into a step."),
 }
 
 
@@ -72,6 +74,11 @@ class Metrics:
         self.start_time = self._gauge("start_time_seconds", "Unix time at which the agent started; its counters began at zero then.")
         self.capacity = self._gauge("capacity_tokens_per_second", "Decode throughput that warm-up measured.", ("batch",))
         self.capacity_step = self._gauge("capacity_step_seconds", "Step time that warm-up measured.", ("batch",))
+        self.mixed_step = self._gauge(
+            "capacity_mixed_step_seconds",
+            "Step time that warm-up measured of sequences that decode at a context, beside a chunk of a prompt that follows others.",
+            ("batch", "context", "chunk", "start"),
+        )
         self.build = self._gauge("build_info", "1 for what runs.", ("version", "architecture", "weights_format", "numerics_profile"))
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
@@ -95,12 +102,16 @@ class Metrics:
             ("load_seconds", "Time that loading the model took.", ready.load_seconds),
             ("warm_up_seconds", "Time that warm-up took.", ready.warm_up_seconds),
             ("capacity_prefill_tokens_per_second", "Prefill throughput that warm-up measured.", ready.prefill_tokens_per_second),
+            ("capacity_context_tokens", "Tokens that each sequence attended to in that measurement.", ready.curve_context or None),
         ):
             if value is not None:
                 self._gauge(name, text).set(value)
         for point in ready.curve:
             self.capacity.labels(str(point.batch)).set(point.tokens_per_second)
             self.capacity_step.labels(str(point.batch)).set(point.step_seconds)
+        for mixed in ready.mixed:
+            labels = (str(mixed.batch), str(mixed.context), str(mixed.chunk), str(mixed.start))
+            self.mixed_step.labels(*labels).set(mixed.step_seconds)
 
     def observe_step(self, stats: Stats) -> None:
         """Takes the engine's numbers; its counters never fall, since the agent ends with the engine."""

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from decodefleet.v1 import control_pb2 as pb
+from decodefleet_agent.messages import Targets
 
 _RECENT = 1024  # measured requests that `observed` is taken over
 
@@ -109,6 +110,16 @@ class Objectives:
                 )
             )
         return described
+
+
+def targets(objectives: Iterable[pb.Objective]) -> Targets:
+    """What the engine has to keep: the strictest threshold of each latency that it decides."""
+
+    def strictest(metric: pb.Objective.Metric) -> float | None:
+        return min((o.threshold_seconds for o in given if o.metric == metric), default=None)
+
+    given = list(objectives)
+    return Targets(strictest(pb.Objective.TIME_PER_OUTPUT_TOKEN), strictest(pb.Objective.TIME_TO_FIRST_TOKEN))
 
 
 def quantile(values: list[float], share: float) -> float | None:

@@ -119,7 +119,7 @@ class Service:
         elif tls is None or tls.client_ca_file is None:
             log.warning("AgentControl is not served: set controlTokenFile, or controlTls with clientCaFile")
             return False
-        control_pb2_grpc.add_AgentControlServicer_to_server(AgentControl(self.agent, token, self.drain), self.control)
+        control_pb2_grpc.add_AgentControlServicer_to_server(AgentControl(self.agent, token, self.drain, self.link.keep), self.control)
         return True
 
     def _on_signal(self) -> None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x65\x63odefleet/v1/control.proto\x12\x0e\x64\x65\x63odefleet.v1\"\x10\n\x0eGetLoadRequest\"\xf8\x06\n\x0fGetLoadResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x12\n\nstart_time\x18\x02 \x01(\x01\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.decodefleet.v1.AgentState\x12\x12\n\ngeneration\x18\x04 \x01(\x03\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r\x12\x1c\n\x14queued_prompt_tokens\x18\x0c \x01(\x04\x12\x1c\n\x14queued_output_tokens\x18\r \x01(\x04\x12\x15\n\rkv_bytes_used\x18\x0e \x01(\x04\x12\x16\n\x0ekv_bytes_total\x18\x0f \x01(\x04\x12\x17\n\x0fkv_bytes_cached\x18\x10 \x01(\x04\x12\x18\n\x10\x61rrived_requests\x18\x14 \x01(\x04\x12\x1d\n\x15\x61rrived_prompt_tokens\x18\x15 \x01(\x04\x12\x1a\n\x12\x61rrived_max_tokens\x18\x16 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x17 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x18 \x01(\x04\x12\x19\n\x11\x66inished_requests\x18\x19 \x01(\x04\x12\x17\n\x0f\x66\x61iled_requests\x18\x1a \x01(\x04\x12\x1a\n\x12\x63\x61ncelled_requests\x18\x1b \x01(\x04\x12P\n\x11rejected_requests\x18\x1c \x03(\x0b\x32\x35.decodefleet.v1.GetLoadResponse.RejectedRequestsEntry\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x1d \x01(\x04\x12\x17\n\x0fproposed_tokens\x18\x1e \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x1f \x01(\x04\x12\x13\n\x0bpreemptions\x18  \x01(\x04\x12\x14\n\x0c\x62usy_seconds\x18! \x01(\x01\x12\x1e\n\x16\x66inished_output_tokens\x18\" \x01(\x04\x12\x32\n\nobjectives\x18( \x03(\x0b\x32\x1e.decodefleet.v1.ObjectiveCount\x12\'\n\x07warm_up\x18) \x01(\x0b\x32\x16.decodefleet.v1.WarmUp\x1a\x37\n\x15RejectedRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x99\x01\n\x0eObjectiveCount\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04good\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x19\n\x11threshold_seconds\x18\x04 \x01(\x01\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x1d\n\x10observed_seconds\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_observed_seconds\"\xda\x01\n\x06WarmUp\x12\x14\n\x0cload_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fwarm_up_seconds\x18\x02 \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\x03 \x01(\x01\x12\x30\n\x05\x63urve\x18\x04 \x03(\x0b\x32!.decodefleet.v1.WarmUp.CurvePoint\x1aL\n\nCurvePoint\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\r\x12\x14\n\x0cstep_seconds\x18\x02 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x03 \x01(\x01\"\x85\x02\n\tObjective\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x06metric\x18\x02 \x01(\x0e\x32 .decodefleet.v1.Objective.Metric\x12\x19\n\x11threshold_seconds\x18\x03 \x01(\x01\x12\x0e\n\x06target\x18\x04 \x01(\x01\"\x8c\x01\n\x06Metric\x12\x16\n\x12METRIC_UNSPECIFIED\x10\x00\x12\x17\n\x13TIME_TO_FIRST_TOKEN\x10\x01\x12\x19\n\x15TIME_PER_OUTPUT_TOKEN\x10\x02\x12\x10\n\x0c\x41VAILABILITY\x10\x03\x12\x14\n\x10REQUEST_DURATION\x10\x04\x12\x0e\n\nQUEUE_TIME\x10\x05\"\x89\x01\n\x10\x43onfigureRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x03\x12-\n\nobjectives\x18\x02 \x03(\x0b\x32\x19.decodefleet.v1.Objective\x12\x13\n\x0bmax_waiting\x18\x03 \x01(\r\x12\x1d\n\x15\x64rain_timeout_seconds\x18\x04 \x01(\x01\"\'\n\x11\x43onfigureResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x03\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"1\n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r*\x91\x01\n\nAgentState\x12\x1b\n\x17\x41GENT_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41GENT_STATE_LOADING\x10\x01\x12\x1a\n\x16\x41GENT_STATE_WARMING_UP\x10\x02\x12\x17\n\x13\x41GENT_STATE_SERVING\x10\x03\x12\x18\n\x14\x41GENT_STATE_DRAINING\x10\x04\x32\xf2\x01\n\x0c\x41gentControl\x12J\n\x07GetLoad\x12\x1e.decodefleet.v1.GetLoadRequest\x1a\x1f.decodefleet.v1.GetLoadResponse\x12P\n\tConfigure\x12 .decodefleet.v1.ConfigureRequest\x1a!.decodefleet.v1.ConfigureResponse\x12\x44\n\x05\x44rain\x12\x1c.decodefleet.v1.DrainRequest\x1a\x1d.decodefleet.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x65\x63odefleet/v1/control.proto\x12\x0e\x64\x65\x63odefleet.v1\"\x10\n\x0eGetLoadRequest\"\xf8\x06\n\x0fGetLoadResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x12\n\nstart_time\x18\x02 \x01(\x01\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.decodefleet.v1.AgentState\x12\x12\n\ngeneration\x18\x04 \x01(\x03\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r\x12\x1c\n\x14queued_prompt_tokens\x18\x0c \x01(\x04\x12\x1c\n\x14queued_output_tokens\x18\r \x01(\x04\x12\x15\n\rkv_bytes_used\x18\x0e \x01(\x04\x12\x16\n\x0ekv_bytes_total\x18\x0f \x01(\x04\x12\x17\n\x0fkv_bytes_cached\x18\x10 \x01(\x04\x12\x18\n\x10\x61rrived_requests\x18\x14 \x01(\x04\x12\x1d\n\x15\x61rrived_prompt_tokens\x18\x15 \x01(\x04\x12\x1a\n\x12\x61rrived_max_tokens\x18\x16 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x17 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x18 \x01(\x04\x12\x19\n\x11\x66inished_requests\x18\x19 \x01(\x04\x12\x17\n\x0f\x66\x61iled_requests\x18\x1a \x01(\x04\x12\x1a\n\x12\x63\x61ncelled_requests\x18\x1b \x01(\x04\x12P\n\x11rejected_requests\x18\x1c \x03(\x0b\x32\x35.decodefleet.v1.GetLoadResponse.RejectedRequestsEntry\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x1d \x01(\x04\x12\x17\n\x0fproposed_tokens\x18\x1e \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x1f \x01(\x04\x12\x13\n\x0bpreemptions\x18  \x01(\x04\x12\x14\n\x0c\x62usy_seconds\x18! \x01(\x01\x12\x1e\n\x16\x66inished_output_tokens\x18\" \x01(\x04\x12\x32\n\nobjectives\x18( \x03(\x0b\x32\x1e.decodefleet.v1.ObjectiveCount\x12\'\n\x07warm_up\x18) \x01(\x0b\x32\x16.decodefleet.v1.WarmUp\x1a\x37\n\x15RejectedRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x99\x01\n\x0eObjectiveCount\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04good\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\x12\x19\n\x11threshold_seconds\x18\x04 \x01(\x01\x12\r\n\x05\x65poch\x18\x05 \x01(\x03\x12\x1d\n\x10observed_seconds\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_observed_seconds\"\xf8\x01\n\x06WarmUp\x12\x14\n\x0cload_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fwarm_up_seconds\x18\x02 \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\x03 \x01(\x01\x12\x30\n\x05\x63urve\x18\x04 \x03(\x0b\x32!.decodefleet.v1.WarmUp.CurvePoint\x12\x1c\n\x14\x63urve_context_tokens\x18\x05 \x01(\r\x1aL\n\nCurvePoint\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\r\x12\x14\n\x0cstep_seconds\x18\x02 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x03 \x01(\x01\"\x85\x02\n\tObjective\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x06metric\x18\x02 \x01(\x0e\x32 .decodefleet.v1.Objective.Metric\x12\x19\n\x11threshold_seconds\x18\x03 \x01(\x01\x12\x0e\n\x06target\x18\x04 \x01(\x01\"\x8c\x01\n\x06Metric\x12\x16\n\x12METRIC_UNSPECIFIED\x10\x00\x12\x17\n\x13TIME_TO_FIRST_TOKEN\x10\x01\x12\x19\n\x15TIME_PER_OUTPUT_TOKEN\x10\x02\x12\x10\n\x0c\x41VAILABILITY\x10\x03\x12\x14\n\x10REQUEST_DURATION\x10\x04\x12\x0e\n\nQUEUE_TIME\x10\x05\"\x89\x01\n\x10\x43onfigureRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x03\x12-\n\nobjectives\x18\x02 \x03(\x0b\x32\x19.decodefleet.v1.Objective\x12\x13\n\x0bmax_waiting\x18\x03 \x01(\r\x12\x1d\n\x15\x64rain_timeout_seconds\x18\x04 \x01(\x01\"\'\n\x11\x43onfigureResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x03\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"1\n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r*\x91\x01\n\nAgentState\x12\x1b\n\x17\x41GENT_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41GENT_STATE_LOADING\x10\x01\x12\x1a\n\x16\x41GENT_STATE_WARMING_UP\x10\x02\x12\x17\n\x13\x41GENT_STATE_SERVING\x10\x03\x12\x18\n\x14\x41GENT_STATE_DRAINING\x10\x04\x32\xf2\x01\n\x0c\x41gentControl\x12J\n\x07GetLoad\x12\x1e.decodefleet.v1.GetLoadRequest\x1a\x1f.decodefleet.v1.GetLoadResponse\x12P\n\tConfigure\x12 .decodefleet.v1.ConfigureRequest\x1a!.decodefleet.v1.ConfigureResponse\x12\x44\n\x05\x44rain\x12\x1c.decodefleet.v1.DrainRequest\x1a\x1d.decodefleet.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETLOADRESPONSE_REJECTEDREQUESTSENTRY']._loaded_options = None
   _globals['_GETLOADRESPONSE_REJECTEDREQUESTSENTRY']._serialized_options = b'8\001'
-  _globals['_AGENTSTATE']._serialized_start=1872
-  _globals['_AGENTSTATE']._serialized_end=2017
+  _globals['_AGENTSTATE']._serialized_start=1902
+  _globals['_AGENTSTATE']._serialized_end=2047
   _globals['_GETLOADREQUEST']._serialized_start=48
   _globals['_GETLOADREQUEST']._serialized_end=64
   _globals['_GETLOADRESPONSE']._serialized_start=67
@@ -44,21 +44,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OBJECTIVECOUNT']._serialized_start=958
   _globals['_OBJECTIVECOUNT']._serialized_end=1111
   _globals['_WARMUP']._serialized_start=1114
-  _globals['_WARMUP']._serialized_end=1332
-  _globals['_WARMUP_CURVEPOINT']._serialized_start=1256
-  _globals['_WARMUP_CURVEPOINT']._serialized_end=1332
-  _globals['_OBJECTIVE']._serialized_start=1335
-  _globals['_OBJECTIVE']._serialized_end=1596
-  _globals['_OBJECTIVE_METRIC']._serialized_start=1456
-  _globals['_OBJECTIVE_METRIC']._serialized_end=1596
-  _globals['_CONFIGUREREQUEST']._serialized_start=1599
-  _globals['_CONFIGUREREQUEST']._serialized_end=1736
-  _globals['_CONFIGURERESPONSE']._serialized_start=1738
-  _globals['_CONFIGURERESPONSE']._serialized_end=1777
-  _globals['_DRAINREQUEST']._serialized_start=1779
-  _globals['_DRAINREQUEST']._serialized_end=1818
-  _globals['_DRAINRESPONSE']._serialized_start=1820
-  _globals['_DRAINRESPONSE']._serialized_end=1869
-  _globals['_AGENTCONTROL']._serialized_start=2020
-  _globals['_AGENTCONTROL']._serialized_end=2262
+  _globals['_WARMUP']._serialized_end=1362
+  _globals['_WARMUP_CURVEPOINT']._serialized_start=1286
+  _globals['_WARMUP_CURVEPOINT']._serialized_end=1362
+  _globals['_OBJECTIVE']._serialized_start=1365
+  _globals['_OBJECTIVE']._serialized_end=1626
+  _globals['_OBJECTIVE_METRIC']._serialized_start=1486
+  _globals['_OBJECTIVE_METRIC']._serialized_end=1626
+  _globals['_CONFIGUREREQUEST']._serialized_start=1629
+  _globals['_CONFIGUREREQUEST']._serialized_end=1766
+  _globals['_CONFIGURERESPONSE']._serialized_start=1768
+  _globals['_CONFIGURERESPONSE']._serialized_end=1807
+  _globals['_DRAINREQUEST']._serialized_start=1809
+  _globals['_DRAINREQUEST']._serialized_end=1848
+  _globals['_DRAINRESPONSE']._serialized_start=1850
+  _globals['_DRAINRESPONSE']._serialized_end=1899
+  _globals['_AGENTCONTROL']._serialized_start=2050
+  _globals['_AGENTCONTROL']._serialized_end=2292
 # @@protoc_insertion_point(module_scope)

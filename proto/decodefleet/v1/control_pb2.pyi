@@ -108,7 +108,7 @@ class ObjectiveCount(_message.Message):
     def __init__(self, name: _Optional[str] = ..., good: _Optional[int] = ..., total: _Optional[int] = ..., threshold_seconds: _Optional[float] = ..., epoch: _Optional[int] = ..., observed_seconds: _Optional[float] = ...) -> None: ...
 
 class WarmUp(_message.Message):
-    __slots__ = ("load_seconds", "warm_up_seconds", "prefill_tokens_per_second", "curve")
+    __slots__ = ("load_seconds", "warm_up_seconds", "prefill_tokens_per_second", "curve", "curve_context_tokens")
     class CurvePoint(_message.Message):
         __slots__ = ("batch", "step_seconds", "tokens_per_second")
         BATCH_FIELD_NUMBER: _ClassVar[int]
@@ -122,11 +122,13 @@ class WarmUp(_message.Message):
     WARM_UP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     CURVE_FIELD_NUMBER: _ClassVar[int]
+    CURVE_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     load_seconds: float
     warm_up_seconds: float
     prefill_tokens_per_second: float
     curve: _containers.RepeatedCompositeFieldContainer[WarmUp.CurvePoint]
-    def __init__(self, load_seconds: _Optional[float] = ..., warm_up_seconds: _Optional[float] = ..., prefill_tokens_per_second: _Optional[float] = ..., curve: _Optional[_Iterable[_Union[WarmUp.CurvePoint, _Mapping]]] = ...) -> None: ...
+    curve_context_tokens: int
+    def __init__(self, load_seconds: _Optional[float] = ..., warm_up_seconds: _Optional[float] = ..., prefill_tokens_per_second: _Optional[float] = ..., curve: _Optional[_Iterable[_Union[WarmUp.CurvePoint, _Mapping]]] = ..., curve_context_tokens: _Optional[int] = ...) -> None: ...
 
 class Objective(_message.Message):
     __slots__ = ("name", "metric", "threshold_seconds", "target")
