@@ -35,6 +35,7 @@ _ENGINE_GAUGES = {
     "kv_bytes_total": ("kv_total_bytes", "Bytes of the KV pool."),
     "kv_bytes_cached": ("kv_cached_bytes", "Bytes of the KV pool held only by the prefix cache."),
 }
+_MODEL_LABELS = ("architecture", "weights_format", "numerics_profile", "backend", "kv_format", "instructions")  # of ModelInfo
 
 
 class Metrics:
@@ -72,7 +73,7 @@ class Metrics:
         self.start_time = self._gauge("start_time_seconds", "Unix time at which the agent started; its counters began at zero then.")
         self.capacity = self._gauge("capacity_tokens_per_second", "Decode throughput that warm-up measured.", ("batch",))
         self.capacity_step = self._gauge("capacity_step_seconds", "Step time that warm-up measured.", ("batch",))
-        self.build = self._gauge("build_info", "1 for what runs.", ("version", "architecture", "weights_format", "numerics_profile"))
+        self.build = self._gauge("build_info", "1 for what runs.", ("version", *_MODEL_LABELS))
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(name, text, labels, namespace="decodefleet", registry=self.registry)
@@ -89,7 +90,7 @@ class Metrics:
 
     def observe_ready(self, ready: Ready) -> None:
         model = ready.model
-        self.build.labels(version("decodefleet"), model.architecture, model.weights_format, model.numerics_profile).set(1)
+        self.build.labels(version("decodefleet"), *(getattr(model, label) for label in _MODEL_LABELS)).set(1)
         # What was not measured has no sample, rather than a zero.
         for name, text, value in (
             ("load_seconds", "Time that loading the model took.", ready.load_seconds),
