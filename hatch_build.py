@@ -1,4 +1,4 @@
-"""Compiles the native backend into the agent's package; without a C++ compiler the package is pure Python, and the reference backend serves.
+"""Compiles the native backend into the agent's package; without a C++ compiler the package is pure Python, and the reference serves.
 
 `python hatch_build.py [sanitize]` does it outside of a build.
 """

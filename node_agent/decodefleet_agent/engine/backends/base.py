@@ -34,7 +34,8 @@ class Backend(Protocol):
     def step(self, batch: Batch) -> np.ndarray:
         """Writes keys and values of all rows to the pool, and returns logits: [spans that sample, vocabulary] fp32, in the spans' order.
 
-        They are valid until the next step. A row's bits depend on the sequence's tokens up to it, and on nothing else that is in the batch or was computed before.
+        They are valid until the next step. A row's bits depend on the sequence's tokens up to it, and on nothing else that is in the
+        batch or was computed before.
         """
         ...
 

@@ -33,7 +33,9 @@ def choose(config: AgentConfig, model: ModelConfig, threads: int) -> Backend:
     if forced == "cpu":
         raise ModelError(f"{VARIABLE} is cpu, and that backend cannot serve: {why}; unset it, or set it to reference")
     if precision.kv_cache not in ("auto", "fp32"):
-        raise ModelError(f"engine.precision.kvCache: {precision.kv_cache} needs the cpu backend, which cannot serve: {why}; set auto or fp32")
+        raise ModelError(
+            f"engine.precision.kvCache: {precision.kv_cache} needs the cpu backend, which cannot serve: {why}; set auto or fp32"
+        )
     asked_for = forced == "reference" or str(precision.weights) == "fp32"
     log.log(logging.INFO if asked_for else logging.WARNING, "backend reference, which is slow: %s", why)
     return ReferenceBackend()
