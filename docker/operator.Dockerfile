@@ -16,7 +16,7 @@ WORKDIR /src
 COPY --from=requirements /requirements.txt .
 COPY constraints.txt .
 RUN /opt/decodefleet/bin/pip install -r requirements.txt -c constraints.txt
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md hatch_build.py ./
 COPY proto proto
 COPY operator operator
 COPY node_agent node_agent

@@ -124,6 +124,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     eos_token_ids: list[int]
     kv_page_tokens: int
     kv_pages: int
+    backend: str = ""
+    kv_format: str = ""
+    instructions: str = ""  # the processor's instruction sets that the backend uses
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

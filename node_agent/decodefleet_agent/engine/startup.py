@@ -11,7 +11,7 @@ import torch
 from decodefleet.config import AgentConfig
 from decodefleet_agent.engine import settings
 from decodefleet_agent.engine.backends.base import Backend
-from decodefleet_agent.engine.backends.reference import ReferenceBackend
+from decodefleet_agent.engine.backends.choice import choose
 from decodefleet_agent.engine.controllers import CONTROLLERS
 from decodefleet_agent.engine.engine import Engine
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, KVPool
@@ -28,11 +28,12 @@ def start(config: AgentConfig, send: Callable[[Progress], None], started: float)
     """The engine and what to tell the server; `started` is the time.monotonic() that loading is counted from. Raises ModelError."""
     if problem := settings.unsupported(config):
         raise ModelError(problem)
-    torch.set_num_threads(thread_count(config.cpu))
+    threads = thread_count(config.cpu)
+    torch.set_num_threads(threads)
     send(Progress("loading", 0.0, f"finding {config.model_uri}"))
     weights = load(resolve(config.model_uri))
     wanted = settings.context_length(config.engine, weights.config)
-    backend = ReferenceBackend()
+    backend = choose(config, weights.config, threads)
     backend.prepare(weights, wanted, lambda done, text: send(Progress("loading", done * 0.95, text)))
     page_bytes = backend.page_bytes(weights.config)
     pages = settings.pool_pages(config, wanted, page_bytes)
@@ -63,16 +64,8 @@ def start(config: AgentConfig, send: Callable[[Progress], None], started: float)
 
 
 def numerics_profile(weights: Weights, backend: Backend) -> str:
-    """Equal profiles give equal tokens: weights, number formats, backend and its revision, PyTorch and the instructions it uses."""
-    parts = (
-        weights.fingerprint,
-        weights.format,
-        "kv=fp32",
-        backend.name,
-        backend.revision,
-        torch.__version__,
-        torch.backends.cpu.get_cpu_capability(),
-    )
+    """Equal profiles give equal tokens: weights, number formats, backend and its revision, and what else its bits depend on."""
+    parts = (weights.fingerprint, weights.format, f"kv={backend.kv_format}", backend.name, backend.revision, backend.numerics)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -87,4 +80,7 @@ def _model_info(weights: Weights, backend: Backend, context: int, pages: int) ->
         eos_token_ids=list(weights.config.eos_token_ids),
         kv_page_tokens=PAGE_TOKENS,
         kv_pages=pages,
+        backend=backend.name,
+        kv_format=backend.kv_format,
+        instructions=backend.instructions,
     )

@@ -37,6 +37,7 @@ _ENGINE_GAUGES = {
     "batch_limit": ("batch_limit", "Sequences that the batch controller lets run."),
     "prefill_limit": ("prefill_limit_tokens", "Prompt tokens that the batch controller lets into a step."),
 }
+_MODEL_LABELS = ("architecture", "weights_format", "numerics_profile", "backend", "kv_format", "instructions")  # of ModelInfo
 
 
 class Metrics:
@@ -79,7 +80,7 @@ class Metrics:
             "Step time that warm-up measured of sequences that decode at a context, beside a chunk of a prompt that follows others.",
             ("batch", "context", "chunk", "start"),
         )
-        self.build = self._gauge("build_info", "1 for what runs.", ("version", "architecture", "weights_format", "numerics_profile"))
+        self.build = self._gauge("build_info", "1 for what runs.", ("version", *_MODEL_LABELS))
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(name, text, labels, namespace="decodefleet", registry=self.registry)
@@ -96,7 +97,7 @@ class Metrics:
 
     def observe_ready(self, ready: Ready) -> None:
         model = ready.model
-        self.build.labels(version("decodefleet"), model.architecture, model.weights_format, model.numerics_profile).set(1)
+        self.build.labels(version("decodefleet"), *(getattr(model, label) for label in _MODEL_LABELS)).set(1)
         # What was not measured has no sample, rather than a zero.
         for name, text, value in (
             ("load_seconds", "Time that loading the model took.", ready.load_seconds),

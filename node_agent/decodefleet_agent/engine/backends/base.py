@@ -15,6 +15,9 @@ class Backend(Protocol):
 
     name: str
     revision: int  # rises whenever a change gives other bits
+    kv_format: str  # of keys and values in the pool
+    instructions: str  # the processor's instruction sets that it uses
+    numerics: str  # what else its bits depend on
 
     def page_bytes(self, config: ModelConfig) -> int:
         """Bytes of one page of 16 tokens, keys and values of all layers."""
@@ -31,7 +34,8 @@ class Backend(Protocol):
     def step(self, batch: Batch) -> np.ndarray:
         """Writes keys and values of all rows to the pool, and returns logits: [spans that sample, vocabulary] fp32, in the spans' order.
 
-        A row's bits depend on the sequence's tokens up to it, and on nothing else that is in the batch or was computed before.
+        They are valid until the next step. A row's bits depend on the sequence's tokens up to it, and on nothing else that is in the
+        batch or was computed before.
         """
         ...
 

@@ -14,6 +14,7 @@ import torch
 
 from decodefleet_agent.engine.backends.attention import AttentionPlan, attend, plan_attention, same_bits
 from decodefleet_agent.engine.backends.base import Progress
+from decodefleet_agent.engine.backends.rotary import rotary_tables
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS
 from decodefleet_agent.engine.weights import ModelConfig, Weights
@@ -54,6 +55,11 @@ class ReferenceBackend:
 
     name = "reference"
     revision = 1
+    kv_format = "fp32"
+
+    def __init__(self) -> None:
+        self.instructions = torch.backends.cpu.get_cpu_capability()
+        self.numerics = f"torch {torch.__version__} {self.instructions}"
 
     def page_bytes(self, config: ModelConfig) -> int:
         return config.layers * 2 * config.kv_heads * PAGE_TOKENS * config.head_dim * 4
@@ -74,12 +80,7 @@ class ReferenceBackend:
         sizes = sorted((TILE, *_TILES), reverse=True)
         self._tiles = tuple(size for size in sizes if all(_same_bits(linear, size) for linear in shapes))
         self._query_tiles = same_bits(_QUERY_TILES, config.head_dim)
-        # fp32 angles, as transformers has them; their cosines are rounded from fp64, which is the same on every machine.
-        angles = np.outer(np.arange(context_length, dtype=np.float32), np.asarray(config.inverse_frequencies, np.float32)).astype(
-            np.float64
-        )
-        self._cos = torch.from_numpy(np.cos(angles).astype(np.float32))
-        self._sin = torch.from_numpy(np.sin(angles).astype(np.float32))
+        self._cos, self._sin = map(torch.from_numpy, rotary_tables(config, context_length))
 
     def allocate(self, pages: int) -> None:
         config = self._config

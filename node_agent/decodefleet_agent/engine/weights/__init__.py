@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from decodefleet_agent.engine.weights.model import ModelConfig, Weights
+from decodefleet_agent.engine.weights.model import Blocks, ModelConfig, Weights
 from decodefleet_agent.model_files import ModelError
 
-__all__ = ["ModelConfig", "Weights", "load"]
+__all__ = ["Blocks", "ModelConfig", "Weights", "load"]
 
 
 def load(path: Path) -> Weights:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from decodefleet_agent.engine.weights.gguf_file import GGUFFile, GGUFTensor, read_gguf
-from decodefleet_agent.engine.weights.model import ARCHITECTURES, Fingerprint, ModelConfig, Weights, rotary_frequencies
+from decodefleet_agent.engine.weights.model import ARCHITECTURES, BLOCK_BYTES, Blocks, Fingerprint, ModelConfig, Weights, rotary_frequencies
 from decodefleet_agent.model_files import ModelError
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -31,20 +31,24 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 def load(path: Path) -> Weights:
     """Opens a GGUF file of a Llama-like model. Raises ModelError."""
+    from gguf.constants import GGMLQuantizationType
+
     file = read_gguf(path)
     config = _config(file)
     fingerprint = Fingerprint("gguf", config)
     sizes: Counter[int] = Counter()
-    readers = {}
+    readers, block_readers = {}, {}
     for tensor in file.tensors.values():
         fingerprint.add(tensor.name, str(tensor.type), tensor.shape, tensor.data)
         sizes[tensor.type] += int(np.prod(tensor.shape))
-        if tensor.name != _ROPE_FACTORS:
-            readers[_hugging_face_name(path, tensor.name)] = functools.partial(_read, tensor, _permuted_heads(config, tensor.name))
-    from gguf.constants import GGMLQuantizationType
-
+        if tensor.name == _ROPE_FACTORS:
+            continue
+        name, heads = _hugging_face_name(path, tensor.name), _permuted_heads(config, tensor.name)
+        readers[name] = functools.partial(_read, tensor, heads)
+        if GGMLQuantizationType(tensor.type).name in BLOCK_BYTES:
+            block_readers[name] = functools.partial(_read_blocks, tensor, heads)
     main = GGMLQuantizationType(_main_type(sizes, file)).name
-    return Weights(config, main, sum(sizes.values()), fingerprint.hexdigest(), readers)
+    return Weights(config, main, sum(sizes.values()), fingerprint.hexdigest(), readers, block_readers)
 
 
 def _config(file: GGUFFile) -> ModelConfig:
@@ -138,7 +142,16 @@ def _read(tensor: GGUFTensor, permuted_heads: int) -> torch.Tensor:
                 f"tensor {tensor.name} is stored as {kind.name}, which cannot be read; convert the model to Q8_0, Q4_1 or Q4_0"
             ) from error
     result = torch.from_numpy(np.array(values, dtype=np.float32, copy=True)).reshape(tensor.shape)
-    if permuted_heads:
-        # llama.cpp rotates neighbours (2i, 2i+1) and stores rows for that; here the halves of a head are rotated together.
-        result = result.reshape(permuted_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-    return result
+    return _unpermuted(result, permuted_heads)
+
+
+def _read_blocks(tensor: GGUFTensor, permuted_heads: int) -> Blocks:
+    from gguf.constants import GGMLQuantizationType
+
+    rows = torch.from_numpy(np.array(tensor.data.reshape(tensor.shape[0], -1)))
+    return Blocks(GGMLQuantizationType(tensor.type).name, _unpermuted(rows, permuted_heads).numpy())
+
+
+def _unpermuted(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp rotates neighbours (2i, 2i+1) and stores rows for that; here the halves of a head are rotated together."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape) if heads else rows

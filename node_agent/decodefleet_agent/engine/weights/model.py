@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from decodefleet_agent.model_files import ModelError
 
 ARCHITECTURES = ("llama", "mistral", "qwen2")
+BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # of formats with blocks of 32 and nothing above the block
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,19 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """A matrix as GGUF stores it: rows of blocks of 32 inputs, each block its scale (and minimum) in fp16 before its values."""
+
+    format: str  # one of BLOCK_BYTES
+    data: np.ndarray  # [outputs, bytes of a row] uint8
+
+
+@dataclass(frozen=True)
 class Weights:
     """A model: its dimensions and its tensors, under the names of Hugging Face's Llama ("model.layers.0.self_attn.q_proj.weight").
 
-    `readers` hold functions that read one tensor from its file as fp32, so that a loader's peak memory is the model and one tensor.
+    `readers` hold functions that read one tensor from its file as fp32, so that a loader's peak memory is the model and one tensor;
+    `block_readers` read some of them as they are stored.
     """
 
     config: ModelConfig
@@ -52,6 +62,7 @@ class Weights:
     parameters: int
     fingerprint: str  # hash of what the file holds
     readers: Mapping[str, Callable[[], torch.Tensor]]
+    block_readers: Mapping[str, Callable[[], Blocks]] = field(default_factory=dict)
 
     def __contains__(self, name: str) -> bool:
         return name in self.readers
@@ -61,11 +72,20 @@ class Weights:
         if name not in self.readers:
             raise ModelError(f"the model's file has no tensor {name}; it is incomplete, download it again")
         tensor = self.readers[name]()
-        if tuple(tensor.shape) != shape:
-            raise ModelError(
-                f"tensor {name} has shape {tuple(tensor.shape)}, and the model's configuration asks for {shape}; the file is broken"
-            )
+        _check_shape(name, tuple(tensor.shape), shape)
         return tensor
+
+    def read_blocks(self, name: str, shape: tuple[int, ...]) -> Blocks:
+        """One matrix of `block_readers` as it is stored. Raises ModelError where it has another shape."""
+        blocks = self.block_readers[name]()
+        rows, row_bytes = blocks.data.shape
+        _check_shape(name, (rows, row_bytes // BLOCK_BYTES[blocks.format] * 32), shape)
+        return blocks
+
+
+def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise ModelError(f"tensor {name} has shape {found}, and the model's configuration asks for {wanted}; the file is broken")
 
 
 def rotary_frequencies(head_dim: int, base: float, scaling: Mapping[str, object] | None) -> tuple[float, ...]:

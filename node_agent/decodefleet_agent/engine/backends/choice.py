@@ -1,0 +1,52 @@
+"""Which backend serves a model: `cpu` where its library is there and the model fits it, else `reference`."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from decodefleet.config import AgentConfig
+from decodefleet_agent.engine.backends import native
+from decodefleet_agent.engine.backends.base import Backend
+from decodefleet_agent.engine.backends.cpu import CpuBackend, refusal
+from decodefleet_agent.engine.backends.native import KVFormat
+from decodefleet_agent.engine.backends.reference import ReferenceBackend
+from decodefleet_agent.engine.weights import ModelConfig
+from decodefleet_agent.model_files import ModelError
+
+VARIABLE = "DECODEFLEET_BACKEND"
+log = logging.getLogger(__name__)
+
+
+def choose(config: AgentConfig, model: ModelConfig, threads: int) -> Backend:
+    """Raises ModelError where the one that DECODEFLEET_BACKEND or the precision asks for cannot serve."""
+    forced = os.environ.get(VARIABLE) or "auto"
+    precision = config.engine.precision
+    if forced not in ("auto", "cpu", "reference"):
+        raise ModelError(f"{VARIABLE}: there is no backend {forced!r}; set cpu or reference, or unset it")
+    why = f"{VARIABLE} says so" if forced == "reference" else _why_not_cpu(str(precision.weights), model)
+    if why is None:
+        kv_format = KVFormat.int8 if precision.kv_cache == "auto" else KVFormat[precision.kv_cache]
+        backend = CpuBackend(threads, kv_format)
+        log.info("backend cpu: instructions %s, %d threads, KV cache %s", backend.instructions, threads, backend.kv_format)
+        return backend
+    if forced == "cpu":
+        raise ModelError(f"{VARIABLE} is cpu, and that backend cannot serve: {why}; unset it, or set it to reference")
+    if precision.kv_cache not in ("auto", "fp32"):
+        raise ModelError(
+            f"engine.precision.kvCache: {precision.kv_cache} needs the cpu backend, which cannot serve: {why}; set auto or fp32"
+        )
+    asked_for = forced == "reference" or str(precision.weights) == "fp32"
+    log.log(logging.INFO if asked_for else logging.WARNING, "backend reference, which is slow: %s", why)
+    return ReferenceBackend()
+
+
+def _why_not_cpu(weights: str, model: ModelConfig) -> str | None:
+    if weights == "fp32":
+        return "engine.precision.weights is fp32"
+    try:
+        native.library()
+    except OSError as error:
+        return f"its library is not there ({error}); install the package where a C++ compiler is"
+    problem = refusal(model)
+    return f"the model has {problem}" if problem else None

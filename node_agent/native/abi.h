@@ -1,0 +1,74 @@
+// The C interface between Python and the engine: plain structures, pointers to memory that the caller keeps alive.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// Number formats of a packed matrix. Outputs go in tiles of 8, inputs in blocks of 32; a tile's blocks lie one after the other.
+enum df_format : int32_t {
+    DF_Q4_0 = 0,  // block: 8 scales (fp16), 128 bytes of nibbles
+    DF_Q4_1 = 1,  // block: 8 scales (fp16), 8 minima (fp16), 128 bytes of nibbles
+    DF_Q8_0 = 2,  // block: 8 scales (fp16), 256 bytes
+    DF_INT8_ROTATED = 3,  // block: 256 bytes; one fp32 scale per output; the inputs are rotated
+};
+
+enum df_kv_format : int32_t { DF_KV_FP32 = 0, DF_KV_INT8 = 1 };
+
+struct df_linear {
+    const uint8_t* data;
+    const float* output_scale;  // [outputs, padded to 8], DF_INT8_ROTATED only
+    const float* bias;  // [outputs] or null
+    int32_t format;
+    int32_t outputs;
+    int32_t inputs;
+    int32_t padding;
+};
+
+struct df_layer {
+    const float* input_norm;  // [hidden]
+    const float* mlp_norm;  // [hidden]
+    df_linear q, k, v, output, gate, up, down;
+};
+
+struct df_model {
+    const df_layer* layer;  // [layers]
+    const float* norm;  // [hidden]
+    const float* cosine;  // [context, head_dim / 2]
+    const float* sine;
+    df_linear embedding;
+    df_linear head;
+    int32_t layers, hidden, intermediate, heads, kv_heads, head_dim, kv_format;
+    float epsilon;
+};
+
+struct df_batch {
+    const int32_t* token_ids;  // [rows]
+    const int32_t* span_start;  // [spans] position of the span's first row
+    const int32_t* span_length;  // [spans]
+    const int32_t* page_offset;  // [spans] where the span's pages begin in `pages`
+    const int32_t* pages;
+    const int32_t* sampled;  // [samples] rows whose logits are wanted
+    float* logits;  // [samples, vocabulary]
+    int32_t rows, spans, samples;
+};
+
+struct df_engine;
+
+// The best tier this processor runs, or the named one: "avx2", "portable". Null where there is none of that name or it cannot run.
+const char* df_tier(const char* name);
+int64_t df_page_bytes(const df_model* model);  // one page of one layer
+df_engine* df_create(const df_model* model, const char* tier, int32_t threads);
+void df_destroy(df_engine* engine);
+void df_set_pool(df_engine* engine, uint8_t* pool, int64_t pages);  // [layers, pages, page bytes]
+void df_step(df_engine* engine, const df_batch* batch);
+// The matrix products of a step of so many rows, and nothing else: the floor that a step is measured against.
+void df_products(df_engine* engine, int32_t rows, int32_t samples);
+
+// Single kernels, for tests.
+void df_linear_rows(const char* tier, const df_linear* linear, const float* x, int32_t rows, float* out);
+void df_embed(const char* tier, const df_linear* linear, int32_t token, float* out);
+void df_rms_norm(const char* tier, const float* x, const float* weight, int32_t size, float epsilon, float* out);
+void df_swiglu(const char* tier, const float* gate, const float* up, int32_t size, float* out);
+void df_attention(const char* tier, const df_model* model, const df_batch* batch, const float* qkv, uint8_t* pool, int64_t pages, int32_t threads, float* out);
+}

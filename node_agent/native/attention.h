@@ -1,0 +1,56 @@
+// Attention of a batch over the paged pool: writes its rows' keys and values, then reads all of them from there.
+#pragma once
+
+#include <vector>
+
+#include "kernels.h"
+#include "threads.h"
+
+namespace decodefleet {
+
+class Attention {
+  public:
+    Attention(const df_model& model, const Kernels& kernels, Threads& threads);
+
+    // Bytes of one key-value head's keys and values of a page.
+    static int64_t head_bytes(const df_model& model);
+
+    void set_pool(uint8_t* pool, int64_t pages);
+
+    // Before the threads run: what all layers share.
+    void plan(const df_batch& batch);
+
+    // On every thread. `qkv`: [rows, (heads + 2 * kv_heads) * head_dim]. Fills `out`, the same rows' [heads * head_dim], where it is
+    // wanted, and `quantized`, rotated as the output projection has it.
+    void run(int thread, int layer, float* qkv, const Activations& quantized, int rotation, float* out);
+
+  private:
+    struct Tile {  // rows of one sequence
+        int first_row, rows, start;
+        const int32_t* pages;
+        int partitions() const { return (start + rows - 1) / PARTITION + 1; }
+    };
+
+    void write(int layer, int row, int kv_head, float* qkv);
+    void partition(int thread, int layer, const float* qkv, const Tile& tile, int kv_head, int part, Partial* all);
+    void finish(const Tile& tile, int kv_head, const Partial* all, const Activations& quantized, int rotation, float* out);
+    PageView page(int layer, int32_t page, int kv_head) const;
+
+    const df_model& model_;
+    const Kernels& kernels_;
+    Threads& threads_;
+    const int heads_per_kv_;
+    uint8_t* pool_ = nullptr;
+    int64_t pages_ = 0;
+    bool split_ = false;  // partitions of a tile are items of their own
+    int most_partitions_ = 0;
+    std::vector<Tile> tiles_;
+    std::vector<int32_t> positions_, page_of_;  // [rows]
+    std::vector<int8_t> int8_queries_;  // [rows, heads, head_dim]
+    std::vector<float> query_scales_;  // [rows, heads], divided by sqrt(head_dim)
+    std::vector<float> scratch_;  // [threads, GROUP, PARTITION + head_dim]
+    std::vector<Partial> partials_;  // [threads or items, queries of a tile]
+    std::vector<float> values_;
+};
+
+}  // namespace decodefleet

@@ -1,0 +1,108 @@
+// Attention of a few query heads to one partition of one head's keys and values. Included by kernels.inl.
+
+constexpr float NOTHING = -__builtin_inff();
+
+// Softmax weights of a partition's scores in place, zero beyond `tokens`; `end` is a multiple of 8.
+inline void weigh(float* scores, int tokens, int end, Partial& result) {
+    F8 top = all(NOTHING);
+    for (int t = 0; t < end; t += 8) {
+        F8 seen = first(tokens - t, load(scores + t), all(NOTHING));
+        store(scores + t, seen);
+        top = max(top, seen);
+    }
+    result.top = largest(top);
+    F8 total = all(0.0f);
+    for (int t = 0; t < end; t += 8) {
+        F8 weight = first(tokens - t, exponential(load(scores + t) - all(result.top)), all(0.0f));
+        total = total + weight;
+        store(scores + t, weight);
+    }
+    result.sum = sum(total);
+}
+
+template <int R>
+void score_int8(AttentionPart& part, int end) {
+    for (int t = 0; t < end; t += 8) {
+        const PageView& page = part.pages[t / PAGE];
+        I8 dot[R];
+        const int8_t* queries[R];
+        for (int r = 0; r < R; r++) queries[r] = part.int8_queries[r];
+        dot_bytes<R>(reinterpret_cast<const int8_t*>(page.keys) + t % PAGE * 4, 4 * PAGE, part.dim / 4, queries, dot);
+        F8 scale = load(page.key_scales + t % PAGE);
+        for (int r = 0; r < R; r++) store(part.scratch + r * PARTITION + t, to_float(dot[r]) * (scale * all(part.scales[r])));
+    }
+}
+
+template <int R>
+void score_fp32(AttentionPart& part, int end) {
+    for (int t = 0; t < end; t += 8) {
+        const float* keys = reinterpret_cast<const float*>(part.pages[t / PAGE].keys) + t % PAGE;
+        F8 dot[R];
+        for (int r = 0; r < R; r++) dot[r] = all(0.0f);
+        for (int d = 0; d < part.dim; d++) {
+            F8 key = load(keys + d * PAGE);
+            for (int r = 0; r < R; r++) dot[r] = fma(all(part.queries[r][d]), key, dot[r]);
+        }
+        for (int r = 0; r < R; r++) store(part.scratch + r * PARTITION + t, dot[r]);
+    }
+}
+
+template <int R, bool INT8>
+void mix(AttentionPart& part, int tokens) {
+    for (int d = 0; d < part.dim; d += 32) {
+        F8 acc[R][4];
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < 4; i++) acc[r][i] = all(0.0f);
+        for (int t = 0; t < tokens; t++) {
+            const uint8_t* values = part.pages[t / PAGE].values;
+            F8 weight[R];
+            for (int r = 0; r < R; r++) weight[r] = all(part.scratch[r * PARTITION + t]);
+            for (int i = 0; i < 4; i++) {
+                int at = t % PAGE * part.dim + d + 8 * i;
+                F8 value = INT8 ? load_int8(reinterpret_cast<const int8_t*>(values) + at) : load(reinterpret_cast<const float*>(values) + at);
+                for (int r = 0; r < R; r++) acc[r][i] = fma(weight[r], value, acc[r][i]);
+            }
+        }
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < 4; i++) store(part.result[r].values + d + 8 * i, acc[r][i]);
+    }
+}
+
+// A query beside one that sees more tokens adds zeros for those, which changes nothing.
+template <int R, bool INT8>
+void attend(AttentionPart& part) {
+    int tokens = 0;
+    for (int r = 0; r < R; r++) tokens = tokens < part.tokens[r] ? part.tokens[r] : tokens;
+    int end = (tokens + 7) / 8 * 8;
+    INT8 ? score_int8<R>(part, end) : score_fp32<R>(part, end);
+    for (int r = 0; r < R; r++) {
+        float* scores = part.scratch + r * PARTITION;
+        weigh(scores, part.tokens[r], end, part.result[r]);
+        if (!INT8) continue;
+        for (int t = 0; t < end; t += 8) {
+            // What another sequence left in a scale may be anything.
+            F8 scale = first(tokens - t, load(part.pages[t / PAGE].value_scales + t % PAGE), all(0.0f));
+            store(scores + t, load(scores + t) * scale);
+        }
+    }
+    mix<R, INT8>(part, tokens);
+}
+
+void attend_int8(AttentionPart& part) {
+    part.count == 3 ? attend<3, true>(part) : part.count == 2 ? attend<2, true>(part) : attend<1, true>(part);
+}
+
+void attend_fp32(AttentionPart& part) {
+    part.count == 3 ? attend<3, false>(part) : part.count == 2 ? attend<2, false>(part) : attend<1, false>(part);
+}
+
+void combine(Partial& all_before, const Partial& next, int dim) {
+    float top = all_before.top > next.top ? all_before.top : next.top;
+    float before = exponential(all_before.top - top), after = exponential(next.top - top);
+    all_before.top = top;
+    all_before.sum = all_before.sum * before + next.sum * after;
+    for (int d = 0; d < dim; d += 8) {
+        F8 old = load(all_before.values + d) * all(before);
+        store(all_before.values + d, fma(load(next.values + d), all(after), old));
+    }
+}

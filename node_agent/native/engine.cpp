@@ -1,0 +1,140 @@
+#include "engine.h"
+
+#include <algorithm>
+
+namespace decodefleet {
+
+namespace {
+
+constexpr int ROWS = 64;  // of an item: their activations stay in the cache while an item's tiles pass over them
+
+int divided(int a, int b) { return (a + b - 1) / b; }
+
+template <class T>
+void grow(std::vector<T>& values, size_t size) {
+    if (values.size() < size) values.resize(size);
+}
+
+}  // namespace
+
+const Activations& ActivationBuffer::resize(int rows) {
+    size_t blocks = static_cast<size_t>(rows) * inputs_ / BLOCK;
+    grow(values_, blocks * BLOCK);
+    grow(scales_, blocks);
+    grow(weighted_sums_, blocks);
+    grow(sums_, blocks);
+    view_ = {values_.data(), scales_.data(), weighted_sums_.data(), sums_.data(), inputs_};
+    return view_;
+}
+
+Engine::Engine(const df_model& model, const Kernels& kernels, int threads)
+    : model_(model), kernels_(kernels), threads_(threads), attention_(model_, kernels_, threads_), hidden_(model.hidden),
+      attended_(model.heads * model.head_dim), intermediate_(model.intermediate),
+      scratch_size_(std::max<size_t>(model.hidden, 2 * ROWS * 64)) {
+    scratch_.resize(scratch_size_ * threads);
+}
+
+void Engine::resize(int rows, int samples) {
+    int most = std::max(rows, samples);
+    hidden_.resize(most);
+    attended_.resize(rows);
+    intermediate_.resize(rows);
+    grow(x_, static_cast<size_t>(rows) * model_.hidden);
+    grow(qkv_, static_cast<size_t>(rows) * (model_.heads + 2 * model_.kv_heads) * model_.head_dim);
+}
+
+void Engine::step(const df_batch& batch) {
+    const int rows = batch.rows, hidden = model_.hidden, width = (model_.heads + 2 * model_.kv_heads) * model_.head_dim;
+    resize(rows, batch.samples);
+    attention_.plan(batch);
+    threads_.run([&](int thread) {
+        for (int index = 0; index < model_.layers; index++) {
+            const df_layer& layer = model_.layer[index];
+            threads_.phase(rows, [&](int row) {
+                float* x = &x_[static_cast<size_t>(row) * hidden];
+                if (index == 0) kernels_.embed(model_.embedding, batch.token_ids[row], x);
+                normalize(x, layer.input_norm, layer.q, hidden_.get(), row, thread);
+            });
+            const df_linear* projections[] = {&layer.q, &layer.k, &layer.v};
+            matrix(projections, 3, hidden_.get(), rows, qkv_.data(), width, false);
+            attention_.run(thread, index, qkv_.data(), attended_.get(), rotation_of(layer.output), nullptr);
+            const df_linear* output = &layer.output;
+            matrix(&output, 1, attended_.get(), rows, x_.data(), hidden, true);
+            threads_.phase(rows, [&](int row) {
+                normalize(&x_[static_cast<size_t>(row) * hidden], layer.mlp_norm, layer.gate, hidden_.get(), row, thread);
+            });
+            gate_up(thread, layer, rows);
+            const df_linear* down = &layer.down;
+            matrix(&down, 1, intermediate_.get(), rows, x_.data(), hidden, true);
+        }
+        if (!batch.samples) return;
+        threads_.phase(batch.samples, [&](int sample) {
+            const float* x = &x_[static_cast<size_t>(batch.sampled[sample]) * hidden];
+            normalize(x, model_.norm, model_.head, hidden_.get(), sample, thread);
+        });
+        const df_linear* head = &model_.head;
+        matrix(&head, 1, hidden_.get(), batch.samples, batch.logits, model_.head.outputs, false);
+    });
+}
+
+void Engine::products(int rows, int samples) {
+    resize(rows, samples);
+    grow(products_, std::max(static_cast<size_t>(samples) * model_.head.outputs, static_cast<size_t>(rows) * model_.intermediate));
+    const int width = (model_.heads + 2 * model_.kv_heads) * model_.head_dim;
+    threads_.run([&](int) {
+        for (int index = 0; index < model_.layers; index++) {
+            const df_layer& layer = model_.layer[index];
+            const df_linear *projections[] = {&layer.q, &layer.k, &layer.v}, *output = &layer.output, *down = &layer.down;
+            const df_linear* up[] = {&layer.gate, &layer.up};
+            matrix(projections, 3, hidden_.get(), rows, qkv_.data(), width, false);
+            matrix(&output, 1, attended_.get(), rows, x_.data(), model_.hidden, false);
+            for (const df_linear* one : up) matrix(&one, 1, hidden_.get(), rows, products_.data(), model_.intermediate, false);
+            matrix(&down, 1, intermediate_.get(), rows, x_.data(), model_.hidden, false);
+        }
+        const df_linear* head = &model_.head;
+        if (samples) matrix(&head, 1, hidden_.get(), samples, products_.data(), model_.head.outputs, false);
+    });
+}
+
+void Engine::normalize(const float* x, const float* weight, const df_linear& next, const Activations& out, int row, int thread) {
+    float* normed = scratch(thread);
+    kernels_.norm(x, weight, model_.hidden, model_.epsilon, normed);
+    kernels_.quantize(normed, model_.hidden, rotation_of(next), out, row, 0);
+}
+
+// Several matrices with the same inputs, their outputs side by side.
+void Engine::matrix(const df_linear* const* linears, int count, const Activations& x, int rows, float* out, int stride, bool add) {
+    int tiles = 0;
+    for (int i = 0; i < count; i++) tiles += tiles_of(*linears[i]);
+    // Small items share out a small matrix evenly; large ones let a thread read on without a break.
+    const int group = std::clamp(tiles / (16 * threads_.count()), 1, 16), chunks = divided(rows, ROWS);
+    int groups = 0;
+    for (int i = 0; i < count; i++) groups += divided(tiles_of(*linears[i]), group);
+    threads_.phase(groups * chunks, [&](int item) {
+        int at = item / chunks, first_row = item % chunks * ROWS, first_output = 0, i = 0;
+        for (; at >= divided(tiles_of(*linears[i]), group); i++) {
+            at -= divided(tiles_of(*linears[i]), group);
+            first_output += linears[i]->outputs;
+        }
+        int last = std::min((at + 1) * group, tiles_of(*linears[i]));
+        float* to = out + static_cast<size_t>(first_row) * stride + first_output + at * group * TILE;
+        kernels_.linear(*linears[i], at * group, last, x, first_row, std::min(rows, first_row + ROWS), to, stride, add);
+    });
+}
+
+// Gate and up projections, SwiGLU and its quantisation, in pieces of as many outputs as are quantised together.
+void Engine::gate_up(int thread, const df_layer& layer, int rows) {
+    const int rotation = rotation_of(layer.down), piece = rotation ? rotation : BLOCK, tiles = piece / TILE, chunks = divided(rows, ROWS);
+    threads_.phase(model_.intermediate / piece * chunks, [&](int item) {
+        int at = item / chunks, first_row = item % chunks * ROWS, count = std::min(rows - first_row, ROWS);
+        float *gate = scratch(thread), *up = gate + static_cast<size_t>(ROWS) * piece;
+        kernels_.linear(layer.gate, at * tiles, (at + 1) * tiles, hidden_.get(), first_row, first_row + count, gate, piece, false);
+        kernels_.linear(layer.up, at * tiles, (at + 1) * tiles, hidden_.get(), first_row, first_row + count, up, piece, false);
+        for (int row = 0; row < count; row++) {
+            kernels_.swiglu(gate + row * piece, up + row * piece, piece, gate + row * piece);
+            kernels_.quantize(gate + row * piece, piece, rotation, intermediate_.get(), first_row + row, at * piece);
+        }
+    });
+}
+
+}  // namespace decodefleet

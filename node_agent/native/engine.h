@@ -1,0 +1,52 @@
+// A step of a Llama-like decoder: everything from token ids to logits, on all threads.
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+#include "kernels.h"
+#include "threads.h"
+
+namespace decodefleet {
+
+// Room for quantised rows.
+class ActivationBuffer {
+  public:
+    explicit ActivationBuffer(int inputs) : inputs_(inputs) {}
+    const Activations& resize(int rows);
+    const Activations& get() const { return view_; }
+
+  private:
+    int inputs_;
+    std::vector<int8_t> values_;
+    std::vector<float> scales_, weighted_sums_;
+    std::vector<int32_t> sums_;
+    Activations view_{};
+};
+
+class Engine {
+  public:
+    Engine(const df_model& model, const Kernels& kernels, int threads);
+
+    void set_pool(uint8_t* pool, int64_t pages) { attention_.set_pool(pool, pages); }
+    void step(const df_batch& batch);
+    void products(int rows, int samples);
+
+  private:
+    void resize(int rows, int samples);
+    void normalize(const float* x, const float* weight, const df_linear& next, const Activations& out, int row, int thread);
+    void matrix(const df_linear* const* linears, int count, const Activations& x, int rows, float* out, int stride, bool add);
+    void gate_up(int thread, const df_layer& layer, int rows);
+    float* scratch(int thread) { return &scratch_[static_cast<size_t>(thread) * scratch_size_]; }
+
+    const df_model model_;
+    const Kernels& kernels_;
+    Threads threads_;
+    Attention attention_;
+    ActivationBuffer hidden_, attended_, intermediate_;
+    std::vector<float> x_, qkv_, products_;
+    std::vector<float> scratch_;  // [threads, scratch_size_]
+    size_t scratch_size_;
+};
+
+}  // namespace decodefleet

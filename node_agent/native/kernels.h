@@ -1,0 +1,89 @@
+// What each instruction-set tier implements. All tiers give the same bits: the same operations in the same order.
+#pragma once
+
+#include <cstdint>
+
+#include "abi.h"
+
+namespace decodefleet {
+
+constexpr int TILE = 8;  // outputs of a matrix that are computed together
+constexpr int BLOCK = 32;  // inputs that share a scale
+constexpr int PAGE = 16;  // tokens
+constexpr int PARTITION = 256;  // tokens whose softmax is one piece
+constexpr int GROUP = 3;  // query heads that read keys and values together
+
+// Rows quantised to int8 in blocks of 32.
+struct Activations {
+    int8_t* values;  // [rows, inputs]
+    float* scales;  // [rows, inputs / 32]
+    float* weighted_sums;  // [rows, inputs / 32] scale times sum of the block
+    int32_t* sums;  // [rows, inputs / 32]
+    int32_t inputs;
+};
+
+// One head's keys and values of 16 tokens in the pool.
+struct PageView {
+    uint8_t* keys;  // int8 [dim / 4][16][4], or fp32 [dim][16]
+    uint8_t* values;  // [16][dim]
+    float* key_scales;  // [16], int8 only
+    float* value_scales;
+};
+
+// Softmax over a part of a query's tokens: the largest score, the sum of the weights, and the weighted sum of the values.
+struct Partial {
+    float top;
+    float sum;
+    float* values;  // [dim]
+};
+
+// Queries that read one partition of one head's keys and values.
+struct AttentionPart {
+    const PageView* pages;  // of the partition
+    const int8_t* int8_queries[GROUP];
+    const float* queries[GROUP];  // fp32 keys and values only
+    float scales[GROUP];  // of the int8 queries, the 1 / sqrt(dim) included
+    int tokens[GROUP];  // that the query sees in this partition; at least 1
+    int count;
+    int dim;
+    float* scratch;  // [GROUP, PARTITION]
+    Partial result[GROUP];
+};
+
+struct Kernels {
+    const char* name;
+    // x · w + bias for some rows and some tiles of outputs, added to what is there if `add`. `out` is where the first of each go.
+    void (*linear)(const df_linear& w, int first_tile, int last_tile, const Activations& x, int first_row, int last_row, float* out, int stride, bool add);
+    void (*embed)(const df_linear& w, int token, float* out);
+    void (*norm)(const float* x, const float* weight, int size, float epsilon, float* out);
+    // Quantises `size` values into row `row`, from input `first` on; rotated in groups of `rotation` (0, 32 or 64), in place.
+    void (*quantize)(float* x, int size, int rotation, const Activations& out, int row, int first);
+    void (*swiglu)(const float* gate, const float* up, int size, float* out);
+    void (*rope)(float* head, const float* cosine, const float* sine, int dim);
+    void (*rotate)(float* x, int size, int width);
+    // Quantises one head to int8 and returns the scale.
+    float (*quantize_head)(const float* x, int dim, int8_t* out);
+    void (*attend_int8)(AttentionPart& part);
+    void (*attend_fp32)(AttentionPart& part);
+    // Adds the next partition to what was combined before it.
+    void (*combine)(Partial& all, const Partial& next, int dim);
+};
+
+extern const Kernels portable_kernels;
+#if defined(__x86_64__)
+extern const Kernels avx2_kernels;
+#endif
+
+// Null where no such tier can run; the best for a null name.
+const Kernels* find_kernels(const char* name);
+
+// How the inputs of a matrix are rotated: 0 for not.
+inline int rotation_of(const df_linear& w) {
+    return w.format != DF_INT8_ROTATED ? 0 : w.inputs % 64 == 0 ? 64 : 32;
+}
+
+inline int tiles_of(const df_linear& w) { return (w.outputs + TILE - 1) / TILE; }
+
+inline int block_bytes(int format) { return format == DF_Q4_0 ? 144 : format == DF_Q4_1 ? 160 : format == DF_Q8_0 ? 272 : 256; }
+
+}  // namespace decodefleet

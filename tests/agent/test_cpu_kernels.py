@@ -1,0 +1,248 @@
+"""Each native kernel against a PyTorch emulation of its quantisation, and all instruction-set tiers against each other, bit for bit."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from decodefleet_agent.engine.backends import native
+from decodefleet_agent.engine.backends.native import Format, KVFormat, address
+from decodefleet_agent.engine.backends.packing import Arena, Packed, pack_blocks, pack_rotated, rotation_width
+from decodefleet_agent.engine.weights import Blocks
+
+pytestmark = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native library was not built: there is no C++ compiler")
+TIERS = ("portable", "avx2")
+LIMIT = 1e-5
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest) -> bytes:
+    if native.tier(request.param) is None:
+        pytest.skip(f"this processor has no {request.param}")
+    return request.param.encode()
+
+
+def error(got: np.ndarray, wanted: torch.Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    return float((torch.from_numpy(got).double() - wanted).abs().max() / wanted.abs().max())
+
+
+def rotated(x: torch.Tensor, width: int) -> torch.Tensor:
+    """The Hadamard transform in the kernels' order of additions."""
+    step = 1
+    while step < width:
+        pairs = x.unflatten(-1, (-1, 2, step))
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack([low + high, low - high], dim=-2).flatten(-3)
+        step *= 2
+    return x * torch.tensor(width**-0.5, dtype=torch.float32)
+
+
+def int8(x: torch.Tensor, size: int) -> torch.Tensor:
+    """What is left of fp32 values after int8 with one scale for each `size` of them."""
+    groups = x.unflatten(-1, (-1, size))
+    top = groups.abs().amax(dim=-1, keepdim=True)
+    inverse = torch.where(top > 0, torch.div(torch.tensor(127.0), top), torch.zeros(1))  # `127 / top` rounds twice
+    values = torch.round(groups * inverse)
+    return (values.double() * (top / 127).double()).flatten(-2)
+
+
+def random_blocks(form: str, outputs: int, inputs: int, generator: np.random.Generator) -> tuple[Blocks, torch.Tensor]:
+    """Blocks, and the matrix that they stand for."""
+    import gguf
+
+    fields = 1 + (form == "Q4_1")
+    size = 32 if form == "Q8_0" else 16
+    blocks = np.zeros((outputs, inputs // 32, 2 * fields + size), np.uint8)
+    blocks[..., : 2 * fields] = generator.normal(size=(outputs, inputs // 32, fields)).astype(np.float16).view(np.uint8)
+    blocks[..., 2 * fields :] = generator.integers(0, 256, (outputs, inputs // 32, size))
+    rows = blocks.reshape(outputs, -1)
+    return Blocks(form, rows), torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[form]))
+
+
+def random_matrix(form: Format, outputs: int, inputs: int, bias: bool = False, seed: int = 0) -> tuple[Packed, torch.Tensor]:
+    """Packed, and what it stands for (of rotated ones: as rotated)."""
+    generator = np.random.default_rng(seed)
+    offsets = generator.normal(size=outputs).astype(np.float32) if bias else None
+    if form != Format.INT8_ROTATED:
+        blocks, matrix = random_blocks(form.name, outputs, inputs, generator)
+        return pack_blocks(blocks, offsets, Arena()), matrix
+    weight = torch.from_numpy(generator.normal(size=(outputs, inputs)).astype(np.float32))
+    packed = pack_rotated(weight, offsets, Arena())
+    assert packed.output_scale is not None
+    values = packed.data.view(np.int8).reshape(-1, inputs // 32, 8, 8, 4).transpose(0, 3, 1, 2, 4).reshape(-1, inputs)[:outputs]
+    matrix = torch.from_numpy(values * packed.output_scale[:outputs, None])
+    assert (matrix - rotated(weight, rotation_width(inputs))).abs().max() < 0.03
+    return packed, matrix
+
+
+def linear(tier: bytes, packed: Packed, x: np.ndarray) -> np.ndarray:
+    out = np.full((len(x), packed.linear.outputs), np.nan, np.float32)
+    native.library().df_linear_rows(tier, ctypes.byref(packed.linear), address(x), len(x), address(out))
+    return out
+
+
+def random_rows(rows: int, inputs: int) -> np.ndarray:
+    """With a few large values, as activations have, a row of zeros, and a tiny one."""
+    generator = np.random.default_rng(rows)
+    x = generator.normal(size=(rows, inputs)) * np.where(generator.random((rows, inputs)) < 0.01, 30, 1)
+    if rows > 2:
+        x[1], x[2] = 0, x[2] * 1e-30
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("form", Format)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "bias"), [(8, 32, False), (96, 576, True), (211, 96, True), (33, 1536, False), (5, 160, True)]
+)
+def test_linear(tier: bytes, form: Format, outputs: int, inputs: int, bias: bool) -> None:
+    packed, matrix = random_matrix(form, outputs, inputs, bias)
+    offsets = 0 if packed.bias is None else torch.from_numpy(packed.bias).double()
+    x = random_rows(70, inputs)
+    seen = torch.from_numpy(x) if form != Format.INT8_ROTATED else rotated(torch.from_numpy(x), rotation_width(inputs))
+    got = linear(tier, packed, x)
+    assert error(got, int8(seen, 32) @ matrix.double().T + offsets) <= LIMIT
+    for rows in range(1, 70):  # no row's bits depend on the others
+        assert np.array_equal(linear(tier, packed, x[:rows]), got[:rows])
+    assert np.array_equal(linear(TIERS[0].encode(), packed, x), got)
+
+
+@pytest.mark.parametrize("form", [Format.Q4_0, Format.Q4_1, Format.Q8_0, Format.INT8_ROTATED])
+def test_extreme_weights_do_not_saturate(tier: bytes, form: Format) -> None:
+    packed, _ = random_matrix(form, 16, 64)
+    size, value = (128, 0xFF) if form in (Format.Q4_0, Format.Q4_1) else (256, 0x80)
+    packed.data[..., -size:] = value
+    x = np.where(np.arange(64) % 3, 5.0, -5.0).astype(np.float32)[None].repeat(4, axis=0)
+    x[1:3] = 5.0
+    assert np.array_equal(linear(TIERS[0].encode(), packed, x), linear(tier, packed, x))
+
+
+@pytest.mark.parametrize("form", Format)
+def test_embedding(tier: bytes, form: Format) -> None:
+    packed, matrix = random_matrix(form, 37, 160)
+    wanted = matrix if form != Format.INT8_ROTATED else rotated(matrix, 32)
+    for token in range(37):
+        out = np.empty(160, np.float32)
+        native.library().df_embed(tier, ctypes.byref(packed.linear), token, address(out))
+        assert error(out, wanted[token].double()) <= LIMIT
+
+
+@pytest.mark.parametrize("size", [32, 576, 1536])
+def test_norm_and_swiglu(tier: bytes, size: int) -> None:
+    generator = np.random.default_rng(size)
+    x, weight = generator.normal(size=(2, size)).astype(np.float32)
+    gate = np.concatenate([generator.normal(size=size - 4) * 10, [-1e4, 100, -100, 1e4]]).astype(np.float32)
+    functions = {
+        "df_rms_norm": ((x, weight), (size, 1e-5)),
+        "df_swiglu": ((gate, x), (size,)),
+    }
+    wide, factors = torch.from_numpy(x).double(), torch.from_numpy(weight).double()
+    wanted = {
+        "df_rms_norm": wide * torch.rsqrt((wide * wide).mean() + 1e-5) * factors,
+        "df_swiglu": torch.nn.functional.silu(torch.from_numpy(gate).double()) * wide,
+    }
+    for name, (arrays, numbers) in functions.items():
+        results = []
+        for one in (tier, TIERS[0].encode()):
+            out = np.empty(size, np.float32)
+            getattr(native.library(), name)(one, *map(address, arrays), *numbers, address(out))
+            results.append(out)
+        assert np.array_equal(*results)
+        relative = (torch.from_numpy(results[0]).double() - wanted[name]).abs() / wanted[name].abs().clamp(min=1e-28)
+        assert relative.max() <= LIMIT
+
+
+@dataclass
+class Sequence:
+    """Tokens in the pool, and what attention should read of them: [tokens, kv_heads, dim] float64."""
+
+    pages: list[int]
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass
+class Setting:
+    heads: int
+    kv_heads: int
+    dim: int
+    kv_format: KVFormat
+    context: int = 1100
+    pages: int = 160
+
+    def __post_init__(self) -> None:
+        angles = np.outer(np.arange(self.context), 1e4 ** -(np.arange(self.dim // 2) / (self.dim // 2)))
+        self.cosine, self.sine = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        self.model = native.Model(
+            cosine=address(self.cosine), sine=address(self.sine),
+            heads=self.heads, kv_heads=self.kv_heads, head_dim=self.dim, kv_format=self.kv_format,
+        )  # fmt: skip
+        self.page_bytes = native.library().df_page_bytes(ctypes.byref(self.model))
+
+    def turned(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        """Rotary positions on [rows, heads, dim]."""
+        low, high = x.chunk(2, dim=-1)
+        cosine, sine = (torch.from_numpy(table)[start : start + len(x)][:, None] for table in (self.cosine, self.sine))
+        return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1)
+
+    def stored(self, x: torch.Tensor) -> torch.Tensor:
+        return int8(rotated(x, 64), self.dim) if self.kv_format == KVFormat.int8 else x.double()
+
+    def attention(self, sequence: Sequence, qkv: torch.Tensor) -> torch.Tensor:
+        """[rows, heads * dim]: the emulation, which adds the rows to the sequence."""
+        start = len(sequence.keys)
+        q, k, v = qkv.unflatten(-1, (-1, self.dim)).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        sequence.keys = torch.cat([sequence.keys, self.stored(self.turned(k, start))])
+        sequence.values = torch.cat([sequence.values, self.stored(v)])
+        query = self.stored(self.turned(q, start))
+        keys, values = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (sequence.keys, sequence.values))
+        scores = torch.einsum("qhd,khd->hqk", query, keys) / self.dim**0.5
+        hidden = torch.arange(len(sequence.keys)) > torch.arange(start, len(sequence.keys))[:, None]
+        mixed = torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1), values)
+        return (rotated(mixed, 64) if self.kv_format == KVFormat.int8 else mixed).flatten(1)
+
+    def native(self, tier: bytes, threads: int, pool: np.ndarray, spans: list[tuple[Sequence, int]], qkv: np.ndarray) -> np.ndarray:
+        starts = np.array([len(sequence.keys) for sequence, _ in spans], np.int32)
+        lengths = np.array([length for _, length in spans], np.int32)
+        offsets = np.cumsum([0, *(len(sequence.pages) for sequence, _ in spans)], dtype=np.int32)
+        pages = np.array([page for sequence, _ in spans for page in sequence.pages], np.int32)
+        batch = native.Batch(
+            span_start=address(starts), span_length=address(lengths), page_offset=address(offsets), pages=address(pages),
+            rows=len(qkv), spans=len(spans),
+        )  # fmt: skip
+        out = np.full((len(qkv), self.heads * self.dim), np.nan, np.float32)
+        described = ctypes.byref(self.model), ctypes.byref(batch)
+        native.library().df_attention(tier, *described, address(qkv), address(pool), self.pages, threads, address(out))
+        return out
+
+
+@pytest.mark.parametrize("kv_format", KVFormat)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 64), (8, 2, 128), (7, 1, 64)])
+def test_attention(tier: bytes, kv_format: KVFormat, heads: int, kv_heads: int, dim: int) -> None:
+    """Ragged batches over scattered pages whose memory holds NaN: prefill, then decode and chunks beside each other."""
+    setting = Setting(heads, kv_heads, dim, kv_format)
+    size = setting.pages * setting.page_bytes // 4
+    pools = {(one, threads): np.full(size, np.nan, np.float32) for one in (tier, b"portable") for threads in (1, 2)}
+    generator = np.random.default_rng(heads)
+    free = generator.permutation(setting.pages).tolist()
+    nothing = torch.zeros(0, kv_heads, dim, dtype=torch.float64)
+    sequences = [Sequence([free.pop() for _ in range(count)], nothing, nothing) for count in (66, 30, 2, 20)]
+    for lengths in ((255, 300, 1, 31), (1, 1, 1, 1), (40, 0, 5, 230), (513, 0, 0, 0), (1, 0, 0, 0)):
+        spans = [(sequence, length) for sequence, length in zip(sequences, lengths, strict=True) if length]
+        qkv = generator.normal(size=(sum(lengths), (heads + 2 * kv_heads) * dim)).astype(np.float32)
+        got = [setting.native(one, threads, pool, spans, qkv) for (one, threads), pool in pools.items()]
+        parts = torch.from_numpy(qkv).split([length for _, length in spans])
+        wanted = torch.cat([setting.attention(sequence, part) for (sequence, _), part in zip(spans, parts, strict=True)])
+        assert error(got[0], wanted) <= LIMIT
+        for other in got[1:]:
+            assert np.array_equal(other, got[0])
+
+
+def test_pages_take_less_than_a_third_of_fp32() -> None:
+    sizes = {kv_format: Setting(9, 3, 64, kv_format).page_bytes for kv_format in KVFormat}
+    assert sizes[KVFormat.fp32] == 3 * 16 * 2 * 64 * 4
+    assert sizes[KVFormat.int8] <= 0.3 * sizes[KVFormat.fp32]
