@@ -79,7 +79,7 @@ def _bench(args: argparse.Namespace) -> int:
     if args.plot:
         import matplotlib  # noqa: F401  # before minutes of measuring, not after
     report = measure.run(settings, tokens, lambda line: told.print(line, markup=False, style="dim"))
-    table.show(report, Console(highlight=False))
+    table.show(report, table.console())
     if args.json:
         Path(args.json).write_text(report.to_json() + "\n")
     if args.plot:

@@ -96,12 +96,17 @@ def at(results: tuple[Result, ...], point: tuple[int, int]) -> list[Result]:
     return sorted((r for r in results if (r.batch, r.context) == point), key=lambda r: -(r.tokens_per_second or 0))
 
 
-def best_peer(results: list[Result], perplexity: float | None = None) -> Result | None:
-    """The fastest peer; with `perplexity` only of those whose own is known and not higher (a thousandth is no difference)."""
+def best_peer(results: list[Result]) -> Result | None:
+    """The fastest one."""
     peers = [r for r in results if r.engine != OURS.name and r.tokens_per_second]
-    if perplexity is not None:
-        peers = [r for r in peers if r.perplexity is not None and r.perplexity <= perplexity * 1.001]
     return max(peers, key=lambda r: r.tokens_per_second or 0, default=None)
+
+
+def no_worse(peer: Result, ours: Result) -> bool:
+    """Whether the peer's perplexity is equal or better; a thousandth is no difference. If it is unknown: whether it runs our format."""
+    if peer.perplexity is None or ours.perplexity is None:
+        return peer.format == ours.format
+    return peer.perplexity <= ours.perplexity * 1.001
 
 
 def comparisons(results: list[Result]) -> tuple[Comparison | None, Comparison | None]:
@@ -114,8 +119,8 @@ def comparisons(results: list[Result]) -> tuple[Comparison | None, Comparison | 
         assert ours.tokens_per_second and peer.tokens_per_second
         return Comparison(ours, peer, ours.tokens_per_second / peer.tokens_per_second)
 
-    equal = compare(best_peer(results, ours.perplexity)) if ours and ours.perplexity is not None else None
-    return equal, compare(best_peer(results))
+    equal = [r for r in results if ours is not None and no_worse(r, ours)]
+    return compare(best_peer(equal)), compare(best_peer(results))
 
 
 def machine() -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from decodefleet_agent.bench.catalog import OURS
 from decodefleet_agent.bench.report import Comparison, Report, Result, at, best_peer, comparisons, points
 
-_COLUMNS = ("engine", "format", "threads", "tokens/s", "rounds", "vs best peer", "first token", "per token", "memory", "perplexity")
+_COLUMNS = ("engine", "format", "tok/s", "spread", "vs best", "TTFT", "TPOT", "memory", "ppl")
+_WIDTH = 90  # columns that the table needs where nobody says how many there are
 
 
 def show(report: Report, console: Console) -> None:
@@ -18,19 +20,24 @@ def show(report: Report, console: Console) -> None:
     for batch, context in points(report.results):
         results = at(report.results, (batch, context))
         best = best_peer(results)
-        table = Table(title=f"batch {batch}, context {context}", title_justify="left", caption_justify="left", caption=_caption(results))
+        title = f"batch {batch}, context {context}"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         for name in _COLUMNS:
             table.add_column(name, justify="left" if name in ("engine", "format") else "right")
         for result in results:
             table.add_row(*_cells(result, best), style="bold" if result.engine == OURS.name else None)
         console.print(table)
-        for result in results:
-            if result.error:
-                console.print(f"{result.engine} {result.format} failed: {result.error}", markup=False)
-    scored = f"; perplexity over {report.perplexity_tokens} tokens" if report.perplexity_tokens else ""
-    console.print(f"{report.machine}; medians of {report.rounds} rounds; context is the prompt's tokens{scored}", markup=False)
-    for absent in report.absent:
-        console.print(f"{absent.engine} is absent; to get it: {absent.how_to_get}", markup=False)
+        for line in _comparisons(results):
+            console.print(line, markup=False)
+        console.print()
+    for line in _notes(report):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def console() -> Console:
+    """Standard output, wide enough where it is no terminal."""
+    plain = Console(highlight=False)
+    return plain if plain.is_terminal else Console(highlight=False, width=max(plain.width, _WIDTH))
 
 
 def draw(report: Report, path: Path) -> None:
@@ -63,13 +70,26 @@ def draw(report: Report, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _caption(results: list[Result]) -> str | None:
+def _comparisons(results: list[Result]) -> list[str]:
     equal, any_ = comparisons(results)
-    lines = [_line(equal, "the best peer of equal or better perplexity"), _line(any_, "the best peer of any")]
-    ours = any_.ours if any_ else None
+    lines = [_line(equal, "the best peer of equal or better perplexity"), _line(any_, "the best peer in any format")]
+    ours = any_.ours if any_ else next((r for r in results if r.engine == OURS.name), None)
     if ours and ours.floor_tokens_per_second and ours.tokens_per_second:
         lines.append(f"{ours.tokens_per_second / ours.floor_tokens_per_second:.0%} of the rate of the matrix products alone")
-    return "\n".join(line for line in lines if line) or None
+    return [f"{OURS.name}: {line}" for line in lines if line]
+
+
+def _notes(report: Report) -> list[str]:
+    """What the figures are, how each engine ran, who failed, who is absent."""
+    scored = f"; ppl: perplexity over {report.perplexity_tokens} tokens" if report.perplexity_tokens else ""
+    lines = [
+        f"{report.machine}. tok/s: decoding, all sequences, median of {report.rounds} rounds; spread: smallest to largest; "
+        f"context: the prompt's tokens; memory: largest resident set while generating{scored}"
+    ]
+    ran = {(r.engine, r.format): r for r in report.results if not r.error}
+    lines += [f"{r.engine} {r.format}: version {r.version}, {r.threads} threads{r.detail and f', {r.detail}'}" for r in ran.values()]
+    lines += [f"{r.engine} {r.format}, batch {r.batch}, context {r.context} failed: {r.error}" for r in report.results if r.error]
+    return lines + [f"{absent.engine} is absent; to get it: {absent.how_to_get}" for absent in report.absent]
 
 
 def _line(comparison: Comparison | None, whom: str) -> str:
@@ -79,16 +99,16 @@ def _line(comparison: Comparison | None, whom: str) -> str:
 
 
 def _cells(result: Result, best: Result | None) -> list[str]:
-    start = [f"{result.engine} ({result.detail})" if result.engine == OURS.name and result.detail else result.engine, result.format]
-    if result.tokens_per_second is None:
-        return [*start, str(result.threads or "–"), "failed", *["–"] * 6]
-    ratio = f"{result.tokens_per_second / best.tokens_per_second:.2f} ×" if best and best.tokens_per_second else "–"
+    rate = result.tokens_per_second
+    if rate is None:
+        return [result.engine, result.format, "failed", *["–"] * (len(_COLUMNS) - 3)]
+    spread = ((result.tokens_per_second_high or 0) - (result.tokens_per_second_low or 0)) / rate
     return [
-        *start,
-        str(result.threads),
-        f"{result.tokens_per_second:.1f}",
-        f"{result.tokens_per_second_low:.1f} … {result.tokens_per_second_high:.1f}",
-        ratio,
+        result.engine,
+        result.format,
+        f"{rate:.1f}",
+        f"{spread:.0%}",
+        f"{rate / best.tokens_per_second:.2f} ×" if best and best.tokens_per_second else "–",
         f"{(result.time_to_first_token or 0) * 1000:.0f} ms",
         f"{(result.time_per_output_token or 0) * 1000:.2f} ms",
         f"{(result.peak_memory or 0) / 2**20:.0f} MiB",

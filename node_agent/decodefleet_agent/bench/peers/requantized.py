@@ -11,10 +11,16 @@ from pathlib import Path
 _TYPES = {"Q4_0": 2, "Q8_0": 7}  # llama_ftype
 
 
-def gguf_in(path: Path, form: str) -> tuple[Path, str]:
-    """The file to load and its format's name. Other formats than the file's own are re-quantised: Q8_0 loses next to nothing, Q4_0 some."""
+REQUANTIZED = "re-quantised"
+
+
+def gguf_in(path: Path, form: str) -> tuple[Path, str, str]:
+    """The file to load, its format's name, and what to say of it.
+
+    Other formats than the file's own are re-quantised from it: Q8_0 loses next to nothing, Q4_0 some.
+    """
     if form not in _TYPES:
-        return path, path.stem.rpartition(".")[2] or "as shipped"
+        return path, path.stem.rpartition(".")[2], "as shipped"
     state = path.stat()
     digest = hashlib.sha256(f"{path.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:12]
     result = cache() / f"{path.stem}-{digest}.{form}.gguf"
@@ -24,7 +30,7 @@ def gguf_in(path: Path, form: str) -> tuple[Path, str]:
         # In a process of its own: what quantising needs must not count as the engine's memory.
         subprocess.run([sys.executable, __file__, str(path), str(part), form], check=True)
         part.rename(result)
-    return result, f"{form} (re-quantised)"
+    return result, form, REQUANTIZED
 
 
 def cache() -> Path:
