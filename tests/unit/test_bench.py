@@ -124,6 +124,11 @@ def test_the_table_says_ratios_failures_and_absences() -> None:
     assert said.index("decodefleet ") < said.index("llama.cpp ") < said.index("transformers ")
 
 
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    table.draw(report(), tmp_path / "figures.png")
+    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [("lama", "no peer 'lama'"), ("llama.cpp:Q5", "no format 'Q5'; choose of as shipped, Q8_0, Q4_0"), ("", "no peer ''")],
