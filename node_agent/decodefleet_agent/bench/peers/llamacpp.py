@@ -11,7 +11,7 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from decodefleet_agent.bench.peers.requantized import gguf_in
+from decodefleet_agent.bench.peers.converted import gguf_in
 from decodefleet_agent.bench.protocol import Load, Loaded, Timing
 
 _CHUNK = 512  # tokens of a prompt per call, llama.cpp's own default

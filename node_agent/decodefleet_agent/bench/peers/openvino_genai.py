@@ -9,7 +9,7 @@ import numpy as np
 import openvino
 import openvino_genai as genai
 
-from decodefleet_agent.bench.peers.requantized import gguf_in
+from decodefleet_agent.bench.peers.converted import gguf_in
 from decodefleet_agent.bench.protocol import Load, Loaded, Timing
 
 

