@@ -51,17 +51,18 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_engines_side_by_side(model: Path, prose: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     done = bench(
-        "--model", f"file://{model}", "--peers", "transformers:fp32,llama.cpp:Q8_0", "--batch", "1,3", "--context", "20,500",
+        "--model", f"file://{model}", "--peers", "transformers:fp32,llama.cpp:Q8_0", "--batch", "1,3", "--context", "500",
         "--tokens", "6", "--rounds", "2", "--threads", "1", "--perplexity-tokens", "700", "--text", str(prose), "--json", str(figures),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(figures.read_text())
     assert [(r["engine"], r["batch"], r["context"]) for r in found["results"]] == [
-        (engine, batch, context) for context in (20, 250) for batch in (1, 3) for engine in ("decodefleet", "transformers")
+        (engine, batch, 250) for batch in (1, 3) for engine in ("decodefleet", "transformers")
     ], "the longest prompt leaves room for its output in the model's context of 256"
     for result in found["results"]:
         assert result["tokens_per_second_low"] <= result["tokens_per_second"] <= result["tokens_per_second_high"]
-        assert result["time_per_output_token"] == pytest.approx(result["batch"] / result["tokens_per_second"], rel=0.5)
+        slow, fast = (result["batch"] / result[f"tokens_per_second_{end}"] for end in ("low", "high"))
+        assert fast * 0.999 <= result["time_per_output_token"] <= slow * 1.001
         assert result["time_to_first_token"] > 0 and result["peak_memory"] > 50 * 2**20 and result["error"] is None
     ours, theirs = (r["perplexity"] for r in found["results"][:2])
     assert ours == pytest.approx(theirs, rel=1e-3), "one model in fp32 scores one text alike, whoever runs it"

@@ -97,18 +97,19 @@ def _settings(args: argparse.Namespace) -> Settings:
             raise ValueError(f"there is no folder {Path(name).absolute().parent} to write {name} to")
     peers = catalog.choose(args.peers)
     path = resolve(args.model)
-    model_context = load(path).config.context_length
-    measure.prompt_length(1, args.tokens, model_context)
+    weights = load(path)
+    measure.prompt_length(1, args.tokens, weights.config.context_length)
     return measure.Settings(
         uri=args.model,
         path=path,
+        shipped=weights.format,
         peers=peers,
         points=[(batch, context) for context in args.context for batch in args.batch],
         new_tokens=args.tokens,
         rounds=args.rounds,
         threads=args.threads,
         perplexity_tokens=args.perplexity_tokens,
-        model_context=model_context,
+        model_context=weights.config.context_length,
         environments=Path(args.peers_in) if args.peers_in else None,
     )
 

@@ -23,10 +23,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """`peers` with the format that each runs; `points` are (batch, context); `threads` None tries several and keeps the best."""
+    """`shipped`: the number format of the model's file; `peers` with the format that each runs; `points` are (batch, context); `threads` None tries several and keeps the best."""
 
     uri: str
     path: Path
+    shipped: str
     peers: list[tuple[PeerInfo, str]]
     points: list[tuple[int, int]]
     new_tokens: int
@@ -159,14 +160,14 @@ def _point(settings: Settings, contenders: list[Contender], tokens: list[int], b
                 engine = stack.enter_context(EngineProcess(contender.installed, load))
                 loaded = engine.loaded
                 results[title] = replace(results[title], version=loaded.version, format=loaded.format, detail=loaded.detail)
-                engine.generate(text.prompts(tokens, batch, min(length, _WARM_UP_PROMPT), 0), _WARM_UP_TOKENS)
+                engine.generate([prompt[:_WARM_UP_PROMPT] for prompt in text.prompts(tokens, batch, length, 0)], _WARM_UP_TOKENS)
                 floor = engine.floor(batch)
                 results[title] = replace(results[title], floor_tokens_per_second=batch / floor if floor else None)
                 running.append((title, engine))
             except EngineError as error:
                 fail(title, error)
         for number in range(settings.rounds):
-            prompts = text.prompts(tokens, batch, length, 1 + number * batch)
+            prompts = text.prompts(tokens, batch, length, (number + 1) * batch)
             for title, engine in _rotated(running, number):
                 try:
                     timings[title].append(engine.generate(prompts, settings.new_tokens))
@@ -204,6 +205,7 @@ def _load(contender: Contender, settings: Settings, batch: int, context: int) ->
     return Load(
         uri=settings.uri,
         path=str(settings.path),
+        shipped=settings.shipped,
         format=contender.format,
         threads=contender.result.threads,
         batch=batch,

@@ -12,6 +12,7 @@ class Load:
 
     uri: str
     path: str
+    shipped: str  # the number format of the file, such as Q4_1
     format: str
     threads: int
     batch: int  # most sequences at once

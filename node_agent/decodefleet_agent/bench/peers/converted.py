@@ -9,19 +9,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+from decodefleet_agent.bench.protocol import Load
+
 REQUANTIZED = "re-quantised"
 _TYPES = {"Q4_0": 2, "Q8_0": 7}  # llama_ftype
 _DIRECTORY = "directory"
 
 
-def gguf_in(path: Path, form: str) -> tuple[Path, str, str]:
+def gguf_in(load: Load) -> tuple[Path, str, str]:
     """The file to load, its format's name, and what to say of it.
 
     Other formats than the file's own are re-quantised from it: Q8_0 loses next to nothing, Q4_0 some.
     """
-    if form not in _TYPES:
-        return path, path.stem.rpartition(".")[2], "as shipped"
-    return _converted(path, form), form, REQUANTIZED
+    if load.format not in _TYPES:
+        return Path(load.path), load.shipped, "as shipped"
+    return _converted(Path(load.path), load.format), load.format, REQUANTIZED
 
 
 def directory_of(path: Path) -> Path:
@@ -46,9 +48,8 @@ def _converted(path: Path, what: str) -> Path:
         done = subprocess.run([sys.executable, __file__, str(path), str(part), what], capture_output=True, text=True)
         if done.returncode:
             _remove(part)
-            raise RuntimeError(
-                f"{path.name} could not be converted to {what}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
-            )
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise RuntimeError(f"{path.name} could not be converted to {what}: {reason}")
         part.rename(result)
     return result
 

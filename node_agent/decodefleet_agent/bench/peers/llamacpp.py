@@ -6,7 +6,6 @@ import ctypes
 import math
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import llama_cpp
 import numpy as np
@@ -23,7 +22,7 @@ class LlamaCpp:
     def load(self, load: Load) -> Loaded:
         llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
-        path, form, origin = gguf_in(Path(load.path), load.format)
+        path, form, origin = gguf_in(load)
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}")

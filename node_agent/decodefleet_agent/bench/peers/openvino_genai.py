@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import numpy as np
 import openvino
@@ -17,7 +16,7 @@ class OpenVino:
     """See `Peer`."""
 
     def load(self, load: Load) -> Loaded:
-        path, form, origin = gguf_in(Path(load.path), load.format)
+        path, form, origin = gguf_in(load)
         scheduler = genai.SchedulerConfig()
         scheduler.max_num_seqs = load.batch
         scheduler.max_num_batched_tokens = max(2048, load.batch)
