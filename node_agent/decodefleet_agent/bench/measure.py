@@ -23,7 +23,10 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """`shipped`: the number format of the model's file; `peers` with the format that each runs; `points` are (batch, context); `threads` None tries several and keeps the best."""
+    """`shipped`: the number format of the model's file; `peers` with the format that each runs; `points` are (batch, context).
+
+    `threads` None tries several and keeps the best.
+    """
 
     uri: str
     path: Path
