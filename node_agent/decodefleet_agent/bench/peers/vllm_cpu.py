@@ -1,0 +1,73 @@
+"""vLLM's build for CPUs, on the model in bf16 or fp32."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from decodefleet_agent.bench.peers.converted import directory_of
+from decodefleet_agent.bench.protocol import Load, Loaded, Timing
+
+_TYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+class Vllm:
+    """See `Peer`."""
+
+    def load(self, load: Load) -> Loaded:
+        os.environ.update(VLLM_CPU_KVCACHE_SPACE="2", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+        import vllm
+
+        self._engine = vllm.LLM(
+            model=str(directory_of(Path(load.path))),
+            dtype=_TYPES[load.format],
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            max_num_seqs=load.batch,
+            max_model_len=load.context,
+        )
+        self._requests = 0
+        return Loaded(vllm.__version__, load.format)
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> Timing:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        settings = SamplingParams(
+            temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.CUMULATIVE
+        )
+        engine = self._engine.llm_engine
+        begun = time.perf_counter()
+        counts: dict[str, int] = {}
+        for prompt in prompts:
+            self._requests += 1
+            counts[str(self._requests)] = 0
+            engine.add_request(str(self._requests), {"prompt_token_ids": prompt}, settings)
+        first = 0.0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                counts[output.request_id] = len(output.outputs[0].token_ids)
+            if not first and all(counts.values()):
+                first = time.perf_counter() - begun
+        total = time.perf_counter() - begun
+        if set(counts.values()) != {new_tokens}:
+            raise RuntimeError(f"{new_tokens} tokens were asked for, and the sequences have {sorted(set(counts.values()))}")
+        return Timing(first, total)
+
+    def logprobs(self, windows: list[list[int]]) -> list[list[float]]:
+        from vllm import SamplingParams
+
+        settings = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = self._engine.generate([{"prompt_token_ids": window} for window in windows], settings, use_tqdm=False)
+        return [
+            [entry[token].logprob for token, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)]
+            for output in outputs
+        ]
+
+    def floor(self, rows: int) -> None:
+        return None
+
+
+def create() -> Vllm:
+    return Vllm()
