@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from decodefleet import metadata
 from decodefleet.v1 import decoding_pb2
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class Agent:
 class Gateway:
     """Serves Decoding in front of agents, with health and reflection.
 
-    `agents` names those that may get new requests now. What an agent refuses with UNAVAILABLE before its first message goes to another one.
+    `agents` names those that may get new requests now. What an agent refuses with UNAVAILABLE before its first message goes to another one,
+    but a request in which engines die is not passed on from one to the next.
     """
 
     def __init__(self, agents: Callable[[], Iterable[Agent]]) -> None:
@@ -127,6 +129,7 @@ class Gateway:
         """Carries one call. What the agent sends is passed on as it comes; its status ends the call."""
         self.requests += 1
         tried: set[str] = set()
+        deaths = 0
         code, details, trailing = grpc.StatusCode.UNAVAILABLE, "no agent of this fleet serves yet; see `decodefleet get`", Metadata()
         while len(tried) < ATTEMPTS and (agent := self.pick(tried)) is not None:
             self.retries += bool(tried)
@@ -134,8 +137,12 @@ class Gateway:
             answered, code, details, trailing = await self._attempt(agent, method, request, context)
             if answered or code != grpc.StatusCode.UNAVAILABLE:
                 break
+            deaths += metadata.ENGINE_DIED in dict(trailing)
+            if deaths >= metadata.MAX_DEATHS:
+                code, details = grpc.StatusCode.INTERNAL, f"{deaths} engines died with this request, which may be why; {details}"
+                break
             log.info("agent refused a request", extra={"agent": agent.name, "attempt": len(tried), "details": details})
-        context.set_trailing_metadata((*trailing, ("decodefleet-attempts", str(len(tried)))))
+        context.set_trailing_metadata((*trailing, (metadata.ATTEMPTS, str(len(tried)))))
         if code != grpc.StatusCode.OK:
             await context.abort(code, details)
 
@@ -153,7 +160,7 @@ class Gateway:
                 if not answered:
                     answered = True
                     initial = _passed(await call.initial_metadata())
-                    await context.send_initial_metadata((*initial, ("decodefleet-agent", agent.name)))
+                    await context.send_initial_metadata((*initial, (metadata.AGENT, agent.name)))
                 await context.write(message)
             return answered, await call.code(), await call.details() or "", _passed(await call.trailing_metadata())
         except grpc.aio.AioRpcError as error:

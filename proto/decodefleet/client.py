@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from decodefleet.metadata import ENGINE_DIED, MAX_DEATHS
 from decodefleet.v1 import decoding_pb2 as pb
 from decodefleet.v1 import decoding_pb2_grpc
 
@@ -91,13 +92,20 @@ def build_request(prompt: Input, *, request_id: str = "", priority: int = 0, **s
 _ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
-def _may_retry(error: grpc.RpcError, attempt: int) -> bool:
-    """Nothing of the stream has come: another replica may serve it from the start."""
-    return error.code() in _ELSEWHERE and attempt < MAX_RETRIES
+class _Attempts:
+    """Whether a request of whose stream nothing has come is sent again: another replica may serve it from the start."""
 
+    def __init__(self) -> None:
+        self.retries = 0
+        self._deaths = 0
 
-def _pause(attempt: int) -> float:
-    return _FIRST_PAUSE * 2**attempt * random.uniform(0.5, 1.0)
+    def pause(self, error: grpc.RpcError) -> float:
+        """Seconds until the next attempt. Raises the error where there is none."""
+        self._deaths += any(key == ENGINE_DIED for key, _ in error.trailing_metadata() or ())
+        if error.code() not in _ELSEWHERE or self.retries == MAX_RETRIES or self._deaths == MAX_DEATHS:
+            raise error
+        self.retries += 1
+        return _FIRST_PAUSE * 2 ** (self.retries - 1) * random.uniform(0.5, 1.0)
 
 
 class Client:
@@ -116,7 +124,8 @@ class Client:
     ) -> Iterator[pb.GenerateResponse]:
         """The responses as they come; closing the iterator cancels the request. `result` is filled along the way. Raises grpc.RpcError."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        for attempt in range(MAX_RETRIES + 1):
+        attempts = _Attempts()
+        while True:
             call = self._stub.Generate(request, timeout=None if deadline is None else deadline - time.monotonic())
             started = False
             try:
@@ -127,14 +136,15 @@ class Client:
                     yield response
                 return
             except grpc.RpcError as error:
-                if started or not _may_retry(error, attempt):
+                if started:
                     raise
+                pause = attempts.pause(error)
             finally:
                 call.cancel()
             self.retries += 1
             if result is not None:
                 result.retries += 1
-            time.sleep(_pause(attempt))
+            time.sleep(pause)
 
     def generate(self, prompt: Input, *, timeout: float | None = None, **fields: Any) -> Iterator[str]:
         """The first sample's text, piece by piece. `fields` as in build_request."""
@@ -179,7 +189,8 @@ class AsyncClient:
     ) -> AsyncIterator[pb.GenerateResponse]:
         """The responses as they come; closing the iterator cancels the request. `result` is filled along the way. Raises grpc.RpcError."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        for attempt in range(MAX_RETRIES + 1):
+        attempts = _Attempts()
+        while True:
             call = self._stub.Generate(request, timeout=None if deadline is None else deadline - time.monotonic())
             started = False
             try:
@@ -190,14 +201,15 @@ class AsyncClient:
                     yield response
                 return
             except grpc.RpcError as error:
-                if started or not _may_retry(error, attempt):
+                if started:
                     raise
+                pause = attempts.pause(error)
             finally:
                 call.cancel()
             self.retries += 1
             if result is not None:
                 result.retries += 1
-            await asyncio.sleep(_pause(attempt))
+            await asyncio.sleep(pause)
 
     async def generate(self, prompt: Input, *, timeout: float | None = None, **fields: Any) -> AsyncIterator[str]:
         """The first sample's text, piece by piece. `fields` as in build_request."""

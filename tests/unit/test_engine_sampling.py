@@ -124,3 +124,25 @@ def test_a_drawn_token_is_one_that_the_definitions_keep(
     kept = weights[order]
     assert kept[:rank].sum() / kept.sum() <= top_p + 1e-9
     assert weights[token] >= min_p
+
+
+tiny = st.floats(2.0**-149, 1, width=32)
+
+
+@settings(deadline=None)
+@given(
+    logits=st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1, max_size=8),
+    temperature=st.just(0.0) | tiny | st.floats(1, 100),
+    repetition_penalty=tiny | st.floats(1, 100),
+    other_penalty=st.floats(-2, 2),
+    top_k=st.integers(0, 9),
+    top_p=tiny,
+    min_p=st.just(0.0) | tiny,
+)
+def test_every_request_that_is_accepted_gets_a_token(
+    logits: list[float], temperature: float, repetition_penalty: float, other_penalty: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    penalties = {"repetition_penalty": repetition_penalty, "presence_penalty": other_penalty, "frequency_penalty": other_penalty}
+    sampling = Sampling(seed=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **penalties)
+    with np.errstate(all="raise", under="ignore"):
+        assert 0 <= sample(np.array(logits, np.float32), sampling, [0], [len(logits) - 1]) < len(logits)

@@ -11,6 +11,7 @@ from engine_world import LIMITS, VOCABULARY, alone, start, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decodefleet_agent.engine import postprocess
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.chunks import Chunk
 from decodefleet_agent.engine.controllers import CONTROLLERS
@@ -266,3 +267,20 @@ def test_the_first_output_says_what_was_cached_and_when_it_left_the_queue() -> N
     assert first.cached_prompt_tokens == 32 and first.scheduled_at is not None
     assert all(output.cached_prompt_tokens is None and output.scheduled_at is None for output in others)
     assert streams.engine.stats().cached_prompt_tokens == 32
+
+
+def test_a_request_that_cannot_be_sampled_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = postprocess.sample
+
+    def failing(logits: np.ndarray, sampling: Sampling, prompt_ids: list[int], output_ids: list[int]) -> int:
+        if prompt_ids == [1, 2, 3] and len(output_ids) == 2:
+            raise IndexError("of the sampler")
+        return sample(logits, sampling, prompt_ids, output_ids)
+
+    monkeypatch.setattr(postprocess, "sample", failing)
+    streams = start()
+    streams.handle(submit(0, [1, 2, 3], 9), submit(1, [4, 5], 9))
+    streams.finish()
+    assert [(o.finish, o.error) for o in streams.outputs[0][-1:]] == [("error", "sampling failed: IndexError: of the sampler")]
+    assert streams.tokens(1) == alone([4, 5], 9, 400)
+    assert streams.engine.stats().kv_bytes_used == 0

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
+from decodefleet.metadata import ENGINE_DIED
 from decodefleet.v1 import decoding_pb2 as pb
 from decodefleet.v1 import decoding_pb2_grpc
 from decodefleet_operator.gateway import ATTEMPTS, SERVICE, Agent, Gateway, PortTaken
@@ -40,6 +41,9 @@ class Decoder(decoding_pb2_grpc.DecodingServicer):
         self.metadata = dict(context.invocation_metadata())
         if self.refuses:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self.name} drains")
+        if request.prompt == "kills":
+            context.set_trailing_metadata(((ENGINE_DIED, "1"),))
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine died: exit code 1")
         if request.prompt == "full":
             retry = any_pb2.Any()
             retry.Pack(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=7)))
@@ -187,6 +191,15 @@ async def test_nothing_is_tried_again_after_the_first_message() -> None:
             await f.answer("dies")
         assert (error.value.code(), error.value.details()) == (grpc.StatusCode.UNAVAILABLE, "the engine died")
         assert sum(d.calls for d in f.decoders) == 1
+
+
+async def test_a_request_in_which_engines_die_does_not_go_on_from_one_to_the_next() -> None:
+    async with fleet(4) as f:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await f.answer("kills")
+        assert error.value.code() == grpc.StatusCode.INTERNAL
+        assert error.value.details() == "2 engines died with this request, which may be why; the engine died: exit code 1"
+        assert sum(d.calls for d in f.decoders) == 2
 
 
 async def test_a_full_queue_is_told_with_its_retry_info_and_not_tried_elsewhere() -> None:

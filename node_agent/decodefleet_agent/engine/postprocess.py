@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,6 +12,8 @@ from decodefleet_agent.engine.sampling import sample, token_logprob
 from decodefleet_agent.engine.scheduler import Scheduler
 from decodefleet_agent.engine.sequence import Sequence
 from decodefleet_agent.messages import Output
+
+log = logging.getLogger(__name__)
 
 
 def postprocess(
@@ -23,7 +26,7 @@ def postprocess(
         sequence = sequences[span.sequence_id]
         scheduler.advance(sequence, span.length)
         if span.samples:
-            outputs.append(_output(sequence, next(rows), context_length))
+            outputs.append(_guarded_output(sequence, next(rows), context_length))
             if outputs[-1].finish == "error":
                 scheduler.cancel(sequence)
             elif outputs[-1].finish:
@@ -39,6 +42,15 @@ def finish_reason(sequence: Sequence, context_length: int) -> str | None:
     if output_length >= sequence.sampling.max_tokens or len(sequence.tokens) >= context_length:
         return "length"
     return None
+
+
+def _guarded_output(sequence: Sequence, logits: np.ndarray, context_length: int) -> Output:
+    """One request's sampling must not end the engine, and with it all the others."""
+    try:
+        return _output(sequence, logits, context_length)
+    except Exception as failure:
+        log.exception("sequence %d could not be sampled", sequence.sequence_id)
+        return Output(sequence.sequence_id, [], finish="error", error=f"sampling failed: {type(failure).__name__}: {failure}")
 
 
 def _output(sequence: Sequence, logits: np.ndarray, context_length: int) -> Output:

@@ -22,10 +22,11 @@ def sample(logits: np.ndarray, sampling: Sampling, prompt_ids: list[int], output
     Order: repetition penalty, presence and frequency penalties, temperature, top-k, top-p, min-p. Temperature 0 takes the
     likeliest token, the lowest id among equals.
     """
-    logits = _penalised(logits, sampling, prompt_ids, output_ids)
+    # In fp64: the smallest penalty and temperature that a request may ask for make numbers that fp32 does not hold.
+    wide = _penalised(logits.astype(np.float64), sampling, prompt_ids, output_ids)
     if sampling.temperature == 0:
-        return int(np.argmax(logits))
-    token_ids, probabilities = _truncated(logits.astype(np.float64) / sampling.temperature, sampling)
+        return int(np.argmax(wide))
+    token_ids, probabilities = _truncated(wide / sampling.temperature, sampling)
     cumulative = np.cumsum(probabilities)
     draw = uniform(sampling.seed, sampling.sample_index, len(prompt_ids) + len(output_ids)) * cumulative[-1]
     return int(token_ids[min(int(np.searchsorted(cumulative, draw, side="right")), len(token_ids) - 1)])
@@ -41,16 +42,16 @@ def token_logprob(logits: np.ndarray, token_id: int, alternatives: int) -> Token
 
 
 def _penalised(logits: np.ndarray, sampling: Sampling, prompt_ids: list[int], output_ids: list[int]) -> np.ndarray:
+    """Changes `logits`, fp64, and returns them."""
     if sampling.repetition_penalty == 1 and sampling.presence_penalty == 0 and sampling.frequency_penalty == 0:
         return logits
-    logits = logits.copy()
     if sampling.repetition_penalty != 1:
         seen = np.unique(np.asarray(prompt_ids + output_ids, np.int64))
         values = logits[seen]
         logits[seen] = np.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
     if output_ids:
         tokens, counts = np.unique(np.asarray(output_ids, np.int64), return_counts=True)
-        logits[tokens] -= (sampling.presence_penalty + sampling.frequency_penalty * counts).astype(np.float32)
+        logits[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * counts
     return logits
 
 

@@ -10,11 +10,12 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+from decodefleet.metadata import ENGINE_DIED
 from decodefleet.v1 import decoding_pb2 as pb
 from decodefleet.v1 import decoding_pb2_grpc
 from decodefleet_agent.server.agent import Agent, Phase
 from decodefleet_agent.server.engine_link import EngineDied, EngineLink
-from decodefleet_agent.server.errors import Refused
+from decodefleet_agent.server.errors import Refused, unavailable
 from decodefleet_agent.server.objectives import Measured, Outcome
 from decodefleet_agent.server.requests import Work, read_request
 from decodefleet_agent.server.stream import RequestStream
@@ -77,7 +78,7 @@ class Decoding(decoding_pb2_grpc.DecodingServicer):
             raise
         except EngineDied as death:
             error = str(death)
-            return Refused(grpc.StatusCode.UNAVAILABLE, f"the engine died: {death}")
+            return unavailable(f"the engine died: {death}", ENGINE_DIED)
         except Refused as refusal:
             error = refusal.message
             outcome = Outcome.failed
@@ -116,7 +117,7 @@ def _at_deadline(deadline: float, arrived: float) -> bool:
 
 async def _abort(context: grpc.aio.ServicerContext, refusal: Refused) -> None:
     """Ends the call; with a delay, the status carries google.rpc.RetryInfo."""
-    trailing: tuple[tuple[str, bytes], ...] = ()
+    trailing: tuple[tuple[str, str | bytes], ...] = ()
     if refusal.retry_after is not None:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(refusal.retry_after * 1000))
@@ -124,4 +125,6 @@ async def _abort(context: grpc.aio.ServicerContext, refusal: Refused) -> None:
         detail.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
         status = status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message=refusal.message, details=[detail])
         trailing = (("grpc-status-details-bin", status.SerializeToString()),)
+    if refusal.reason == ENGINE_DIED:
+        trailing += ((ENGINE_DIED, "1"),)
     await context.abort(refusal.code, refusal.message, trailing)
