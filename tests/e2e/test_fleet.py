@@ -18,7 +18,7 @@ import pytest
 FLEET = "e2e"
 RELEASE = "decodefleet"
 PROMPTS = 4  # of load_client.py
-LONGEST = 48  # tokens of the undisturbed texts
+LONGEST = 440  # tokens of the undisturbed texts
 MAX_WAITING = 20
 REPLICAS = 3
 MAX_BATCH = 2
@@ -179,7 +179,7 @@ def test_grpcurl_generates_by_reflection(cluster: Any, fleet: None, grpcurl: str
 
 def test_backlog_makes_the_fleet_grow(cluster: Any, undisturbed: dict[int, SimpleNamespace]) -> None:
     """From 1 to 3 under load; a plain round_robin client finds the replicas that were added while it runs."""
-    cluster.start_load("grow", "--concurrency", "14", "--max-tokens", "16", "--until-instances", "3")
+    cluster.start_load("grow", "--concurrency", "14", "--max-tokens", "160", "--until-instances", "3")
     autoscaling = cluster.until("three replicas are wanted", lambda: decided(cluster, 3), 90)
     assert float(autoscaling["inputs"]["backlog"]) > 0 and autoscaling["reason"]
     cluster.until("three replicas are ready", lambda: ready(cluster, 3), 240)
@@ -202,8 +202,8 @@ def test_sla_agrees_with_what_the_client_saw(cluster: Any, undisturbed: dict[int
     # More at once than can run and wait, so that some are rejected. In the middle each replica is busy with long answers: a time in that
     # gap is the threshold, since the client's clock starts before the agent's. Every tenth has a deadline that many of those miss.
     middle = BURST * 3 // 8
-    gap = ("--long", str(middle), str(middle + REPLICAS * MAX_BATCH), "--long-tokens", "24")
-    bursts = ("--bursts", "--concurrency", str(BURST), "--max-tokens", "2", *gap)
+    gap = ("--long", str(middle), str(middle + REPLICAS * MAX_BATCH), "--long-tokens", "240")
+    bursts = ("--bursts", "--concurrency", str(BURST), "--max-tokens", "20", *gap)
     cluster.until("the fleet is idle", lambda: idle(cluster))
     cluster.start_load("probe", *bursts, "--requests", str(BURST))
     threshold = between(sorted(r.ttft if r.outcome == "ok" else 1e9 for r in cluster.finish_load("probe")))
@@ -297,7 +297,7 @@ def shrunk(cluster: Any, undisturbed: dict[int, SimpleNamespace]) -> SimpleNames
     try:
         # Long streams on every pod, and then so little that one replica carries it.
         long = ("--first", str(REPLICAS * MAX_BATCH), "--long-tokens", str(LONGEST))
-        cluster.start_load("shrink", *long, "--concurrency", "1", "--max-tokens", "4", "--pause", "1", "--until-addresses", "1")
+        cluster.start_load("shrink", *long, "--concurrency", "1", "--max-tokens", "40", "--pause", "1", "--until-addresses", "1")
         cluster.until("every pod has a long stream", lambda: len(begun(cluster, "shrink")) == REPLICAS, 60)
         cluster.patch({"autoscaling": {"mode": "Active", "maxReplicas": 1}})
         cluster.until("one replica is left", lambda: ready(cluster, 1), 180)
