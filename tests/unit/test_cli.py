@@ -167,3 +167,15 @@ def test_a_malformed_file_starts_nothing(tmp_path: Path, text: str) -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert "none.yaml: No such file" in run("up", "-f", "none.yaml", home=tmp_path).stderr
+
+
+def test_a_folder_of_that_name_that_is_no_fleets_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(HEAD + spec())
+    weights = tmp_path / "home" / "x" / "weights.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_text("precious")
+    result = run("up", "-f", str(file), "--detach", "--port", "0", home=tmp_path / "home")
+    assert (result.returncode, weights.read_text()) == (1, "precious")
+    assert f"{weights.parent} holds what is no fleet's, such as weights.safetensors" in result.stderr
+    assert [path.name for path in weights.parent.iterdir()] == ["weights.safetensors"]
