@@ -28,7 +28,8 @@ Json = dict[str, Any]
 _START = "start one with `decodefleet up -f examples/smollm2.yaml`"
 _PATIENCE = 0.5  # seconds for somebody who only looks whether the lock is free
 _MARK = b"decodefleet\n"  # in the lock's file: the folder is a fleet's
-_FILES = frozenset({"lock", "fleet.json", "resource.json", "agents.json", "events.json", "ledger.json", "token", "stop.json", "supervisor.log"})
+_DOCUMENTS = ("fleet.json", "resource.json", "agents.json", "events.json", "ledger.json", "stop.json")
+_FILES = frozenset({"lock", "token", "supervisor.log", *_DOCUMENTS})
 _FOLDERS = frozenset({"agents"})
 
 
