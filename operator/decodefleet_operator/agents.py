@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from decodefleet.endpoints import host_port
 from decodefleet.units import parse_duration
 from decodefleet.v1 import control_pb2 as pb
 from decodefleet.v1.control_pb2_grpc import AgentControlStub
@@ -78,9 +79,8 @@ def _bearer(token: str) -> tuple[tuple[str, str], ...]:
 
 
 def control_address(pod: PodView) -> str:
-    """host:port of the pod's AgentControl; an IPv6 host gets its brackets."""
-    host = pod.address or ""
-    return f"[{host}]:{pod.control_port}" if ":" in host else f"{host}:{pod.control_port}"
+    """host:port of the pod's AgentControl."""
+    return host_port(pod.address or "", pod.control_port)
 
 
 def reachable(pod: PodView) -> bool:

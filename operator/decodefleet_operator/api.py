@@ -5,10 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from decodefleet.config import Engine, Model
-from decodefleet.units import Duration, Quantity, parse_duration
+from decodefleet.units import Duration, Period, Quantity, parse_duration
 
 GROUP = "decodefleet.dev"
 VERSION = "v1alpha1"
@@ -18,7 +18,15 @@ API_VERSION = f"{GROUP}/{VERSION}"
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
 Text = Annotated[str, Field(max_length=1024)]
-Percent = Annotated[str, Field(pattern=r"^[0-9]{1,2}(\.[0-9]{1,4})?%$", max_length=9)]
+
+
+def _sign_given(value: object) -> object:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ValueError(f"{value} has no percent sign; write it as {value * 100 if 0 < value < 1 else value:g}%")
+    return value
+
+
+Percent = Annotated[str, Field(pattern=r"^[0-9]{1,2}(\.[0-9]{1,4})?%$", max_length=9), BeforeValidator(_sign_given)]
 
 
 def parse_percent(text: str) -> float:
@@ -81,8 +89,8 @@ class Autoscaling(Model):
     target_utilization: float = Field(0.8, ge=0.05, le=1, description="Share of a replica's capacity that demand should fill.")
     tolerance: float = Field(0.1, ge=0, le=1, description="Demand this close to what the present count carries changes nothing.")
     backlog_target: Duration = Field("10s", description="Time in which waiting requests should be gone.")
-    short_window: Duration = Field("30s", description="Demand over this time makes a fleet grow.")
-    long_window: Duration = Field("300s", description="Demand over this time keeps a fleet from shrinking.")
+    short_window: Period = Field("30s", description="Demand over this time makes a fleet grow.")
+    long_window: Period = Field("300s", description="Demand over this time keeps a fleet from shrinking.")
     schedules: Annotated[list[Schedule], Field(max_length=32)] = Field(default_factory=list, description="Floors by time of day.")
     scale_up: ScaleUp = Field(default_factory=ScaleUp, description="How fast the fleet may grow.")
     scale_down: ScaleDown = Field(default_factory=ScaleDown, description="How fast it may shrink, and how pods leave.")
@@ -107,7 +115,7 @@ class Objective(Model):
 
     name: Name = Field(description="Its name in status, metrics and alerts.")
     metric: Metric = Field(description="What is measured. Availability counts requests that succeeded.")
-    threshold: Duration | None = Field(None, description="A request within it is good. Absent for Availability only.")
+    threshold: Period | None = Field(None, description="A request within it is good. Absent for Availability only.")
     target: Percent = Field(description="The share of good requests that is promised, such as 99.5%.")
 
     @model_validator(mode="after")
@@ -120,7 +128,7 @@ class Objective(Model):
 class Sla(Model):
     """What the fleet promises."""
 
-    window: Duration = Field("1h", description="Attainment and error budget are counted over this time: 1h, 6h or up to 30d.")
+    window: Period = Field("1h", description="Attainment and error budget are counted over this time: 1h, 6h or up to 30d.")
     objectives: Annotated[list[Objective], Field(max_length=16)] = Field(default_factory=list, description="The promises, by name.")
 
     @model_validator(mode="after")

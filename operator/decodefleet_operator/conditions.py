@@ -12,7 +12,7 @@ from decodefleet_operator.api import Condition
 READY = "Ready"  # as many replicas of the newest revision serve as are wanted; speaks of observedGeneration
 PROGRESSING = "Progressing"  # pods are on their way to what is wanted
 SLA_MET = "SLAMet"  # every objective with requests in its window keeps its target
-METRICS_FRESH = "MetricsFresh"  # every ready pod answered GetLoad lately
+METRICS_FRESH = "MetricsFresh"  # every pod that is or was ready answered GetLoad lately
 CAPACITY_AVAILABLE = "CapacityAvailable"  # the cluster finds room for the pods that are asked for
 DEGRADED = "Degraded"  # something needs a person
 
@@ -57,6 +57,7 @@ INVALID_SPEC = "InvalidSpec"  # the resource could not be read; nothing is chang
 UNSUPPORTED = "Unsupported"  # this version does not have what a field asks for
 CRASH_LOOPING = "CrashLooping"  # an agent ends again and again
 POD_FAILING = "PodFailing"  # a pod does not start
+POD_SILENT = "PodSilent"  # a pod that was ready does not answer any more
 OBJECT_REJECTED = "ObjectRejected"  # the API server refused another object of the fleet (quota, admission, rights)
 POD_REJECTED = "PodRejected"  # the API server refused a pod (quota, admission, rights)
 
@@ -71,6 +72,7 @@ DRAIN_TIMEOUT = "DrainTimeout"
 DELETING = "Deleting"
 POD_ENDED = "PodEnded"
 POD_LOST = "PodLost"
+RESTARTING = "Restarting"
 ROLLOUT_STARTED = "RolloutStarted"
 
 

@@ -49,6 +49,7 @@ LIST_KEYS = {
 _KEPT = {
     "type", "description", "default", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",
     "maxProperties", "required", "x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields",
+    "x-kubernetes-validations",
 }  # fmt: skip
 _CONVERTED = {"$ref", "anyOf", "const", "properties", "items", "additionalProperties", "title"}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -11,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from decodefleet import metadata
+from decodefleet.endpoints import host_port
 from decodefleet.v1 import decoding_pb2
 
 log = logging.getLogger(__name__)
@@ -37,8 +40,12 @@ _CHANNEL_OPTIONS = (
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 
-class PortTaken(Exception):
-    """The gateway's port cannot be bound."""
+class CannotListen(Exception):
+    """The gateway's address cannot be bound; the message says why and what to change."""
+
+
+class PortTaken(CannotListen):
+    """Somebody listens there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +77,15 @@ class Gateway:
         self.retries = 0
 
     async def start(self, host: str, port: int) -> int:
-        """Binds and serves; returns the port. Raises PortTaken."""
+        """Binds and serves; returns the port. Raises CannotListen, which is PortTaken where the address is all right."""
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         server.add_generic_rpc_handlers((_Handlers(self),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         try:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound = server.add_insecure_port(host_port(host, port))
         except RuntimeError as error:
-            raise PortTaken(f"port {port} on {host} is taken") from error
+            raise _why_not(host, port) from error
         await self.refresh()
         await server.start()
         self._server = server
@@ -178,6 +185,28 @@ class Gateway:
         if address not in self._channels:
             self._channels[address] = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
         return self._channels[address]
+
+
+def _why_not(host: str, port: int) -> CannotListen:
+    """What the system says to somebody who wants to listen there; gRPC does not tell."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, where in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(where)
+    except socket.gaierror:
+        return CannotListen(f"{host} is neither an address nor the name of one; choose another with --host")
+    except OSError as error:
+        match error.errno:
+            case errno.EADDRINUSE:
+                return PortTaken(f"port {port} on {host} is taken; choose another with --port, or a free one with --port 0")
+            case errno.EACCES | errno.EPERM:
+                return CannotListen(f"port {port} is for privileged users; choose one above 1023 with --port")
+            case errno.EADDRNOTAVAIL | errno.EAFNOSUPPORT:
+                return CannotListen(f"{host} is not an address of this machine; choose another with --host")
+            case _:
+                return CannotListen(f"{host_port(host, port)} cannot be listened on: {error.strerror}")
+    return CannotListen(f"{host_port(host, port)} cannot be listened on; choose another address with --host or --port")
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types

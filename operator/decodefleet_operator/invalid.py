@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -46,12 +47,20 @@ def _sentence(details: ErrorDetails, model: type[BaseModel]) -> str:
             return str(limits["error"])
         case "string_type" | "int_type" | "float_type" | "bool_type" | "int_parsing" | "float_parsing" | "bool_parsing" | "int_from_float":
             wanted = {"string": "text", "int": "a whole number", "float": "a number", "bool": "true or false"}[kind.split("_")[0]]
-            return f"{_shown(value)} is not {wanted}"
+            return f"{_shown(value)} is not {wanted}{_quotes(value, wanted)}"
         case "model_type" | "model_attributes_type" | "dict_type":
             return f"{_shown(value)} is not a mapping of fields"
         case "list_type":
             return f"{_shown(value)} is not a list"
     return f"{details['msg']}, not {_shown(value)}"
+
+
+def _quotes(value: Any, wanted: str) -> str:
+    """What to do where only YAML's quotes are wrong."""
+    if wanted == "text" and isinstance(value, bool | int | float):
+        return f'; put it in quotes: "{_shown(value)}"'
+    words = {"true or false": r"true|false", "a whole number": r"-?[0-9]+", "a number": r"-?[0-9]+(\.[0-9]+)?"}.get(wanted)
+    return "; write it without quotes" if words and isinstance(value, str) and re.fullmatch(words, value) else ""
 
 
 def _shown(value: Any) -> str:

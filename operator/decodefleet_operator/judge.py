@@ -112,12 +112,12 @@ def _sla_met(observation: Observation, now: float) -> Condition:
 
 
 def metrics_fresh(observation: Observation, fleet: Fleet, now: float) -> Condition:
-    """Whether every ready pod answered lately, and the rates are known."""
-    ready = [pod for pod in fleet.supply if pod.ready]
-    silent = [pod.name for pod in ready if pod.name not in fleet.loads]
+    """Whether every pod that is or was ready answered lately, and the rates are known."""
+    ready = [pod for pod in fleet.supply if pod.ready or pod.silent_since is not None]
+    silent = [pod.name for pod in ready if pod.silent_since is not None or pod.name not in fleet.loads]
     if not ready:
         return c.condition(c.METRICS_FRESH, None, c.NO_READY_PODS)
-    since = observation.memory.metrics_lost_since
+    since = min((pod.silent_since for pod in ready if pod.silent_since is not None), default=observation.memory.metrics_lost_since)
     when = f" since {c.timestamp(since)}" if since is not None else ""
     if silent:
         return c.condition(
@@ -142,6 +142,8 @@ def _degraded(observation: Observation, fleet: Fleet, found: Sequence[Found], sh
     unwell = [
         pod for pod in fleet.supply if not pod.ready and pod.problem and pod.unschedulable_since is None and pod.problem not in STARTING
     ]
+    silent = {pod.name: pod.silent_since for pod in fleet.supply if pod.silent_since is not None}
+    unwell = [pod for pod in unwell if pod.name not in silent]
     looping = [pod for pod in unwell if pod.restarts > 0]
     ended = [failure for failure in observation.memory.failures if failure.revision == observation.revision]
     if looping:
@@ -150,6 +152,9 @@ def _degraded(observation: Observation, fleet: Fleet, found: Sequence[Found], sh
         causes.append((c.CRASH_LOOPING, f"{len(ended)} pods ended in the last ten minutes, the last one with: {ended[-1].problem}"))
     elif unwell:
         causes.append((c.POD_FAILING, _example(unwell)))
+    for name, since in sorted(silent.items(), key=lambda item: item[1])[:1]:
+        more = f" (and {len(silent) - 1} more)" if len(silent) > 1 else ""
+        causes.append((c.POD_SILENT, f"{name}{more}: it runs, but has not answered since {c.timestamp(since)}"))
     if not causes:
         return c.condition(c.DEGRADED, False, c.AS_EXPECTED)
     return c.condition(c.DEGRADED, True, causes[0][0], "; ".join(message for _, message in causes))

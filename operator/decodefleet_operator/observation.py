@@ -45,6 +45,7 @@ class PodView:
     lost: bool = False  # its node is gone, or the process vanished
     restarts: int = 0
     problem: str | None = None  # waiting reason or last termination message, for a person
+    silent_since: float | None = None  # it was ready, runs on, and has not answered GetLoad since
 
     @property
     def leaving(self) -> bool:

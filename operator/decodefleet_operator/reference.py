@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from decodefleet.units import DURATION_PATTERN
 from decodefleet_operator import api
 from decodefleet_operator.crd import RULES, crd
 
@@ -57,7 +58,7 @@ def _type(schema: Schema) -> str:
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if schema.get("x-kubernetes-int-or-string"):
-        return "quantity"
+        return "quantity above 0"
     if "items" in schema:
         key = schema.get("x-kubernetes-list-map-keys")
         return f"list of {_type(schema['items'])}, at most {schema['maxItems']}" + (f", by `{key[0]}`" if key else "")
@@ -66,8 +67,8 @@ def _type(schema: Schema) -> str:
     if schema["type"] in ("integer", "number"):
         bounds = [schema.get("minimum"), schema.get("maximum")]
         return schema["type"] + (f", {_or(bounds[0], '…')} to {_or(bounds[1], '…')}" if bounds != [None, None] else "")
-    if schema["type"] == "string" and "ms|s|m|h|d" in schema.get("pattern", ""):
-        return "duration"
+    if schema.get("pattern") == DURATION_PATTERN:
+        return "duration above 0" if "x-kubernetes-validations" in schema else "duration"
     return schema["type"]
 
 

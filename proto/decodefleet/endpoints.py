@@ -21,6 +21,11 @@ class LocalFleet:
     pid: int
 
 
+def host_port(host: str, port: int) -> str:
+    """host:port as gRPC and URLs write it; an IPv6 host gets its brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def state_directory() -> Path:
     """$DECODEFLEET_HOME, or decodefleet in the XDG state directory."""
     if home := os.environ.get("DECODEFLEET_HOME"):

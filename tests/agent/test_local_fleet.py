@@ -77,6 +77,10 @@ class Home:
             return json.loads((self.path / "small" / file).read_text())
         return {}
 
+    def left(self) -> list[Path]:
+        """What fleets left behind."""
+        return list(self.path.iterdir()) if self.path.exists() else []
+
     @property
     def endpoint(self) -> str:
         return self.read("fleet.json")["endpoint"]
@@ -227,7 +231,7 @@ def test_a_model_that_cannot_be_loaded_fails_with_the_agents_words(home: Home) -
     error = home.run("up", "-f", str(home.write(model={"uri": "file:///no/such/model.gguf"})), "--detach", "--port", "0", fails=True)
     assert "/no/such/model.gguf" in error
     assert "Traceback" not in error
-    assert not home.path.exists()
+    assert not home.left()
 
 
 def test_a_taken_port_is_named_and_nothing_is_left(home: Home) -> None:
@@ -237,7 +241,7 @@ def test_a_taken_port_is_named_and_nothing_is_left(home: Home) -> None:
         port = taken.getsockname()[1]
         error = home.run("up", "-f", str(home.write()), "--detach", "--port", str(port), fails=True)
     assert f"port {port} on 127.0.0.1 is taken; choose another with --port" in error
-    assert not home.path.exists()
+    assert not home.left()
 
 
 def test_ctrl_c_in_the_foreground_leaves_nothing(home: Home) -> None:
@@ -248,7 +252,7 @@ def test_ctrl_c_in_the_foreground_leaves_nothing(home: Home) -> None:
     out, _ = up.communicate(timeout=PATIENCE)
     assert up.returncode == 0, out
     assert "nothing is left of it" in out
-    assert (alive(pids), home.path.exists()) == (set(), False)
+    assert (alive(pids), home.left()) == (set(), [])
 
 
 def test_when_up_is_killed_the_fleet_stops_by_itself(home: Home) -> None:
@@ -257,7 +261,7 @@ def test_when_up_is_killed_the_fleet_stops_by_itself(home: Home) -> None:
     pids = home.processes()
     up.kill()
     up.communicate(timeout=PATIENCE)
-    wait_for(lambda: not alive(pids) and not home.path.exists(), "supervisor, agents and files are gone")
+    wait_for(lambda: not alive(pids) and not home.left(), "supervisor, agents and files are gone")
 
 
 def test_no_agent_outlives_a_killed_supervisor_and_what_it_left_is_cleared(home: Home) -> None:
@@ -267,17 +271,17 @@ def test_no_agent_outlives_a_killed_supervisor_and_what_it_left_is_cleared(home:
     os.kill(home.supervisor, signal.SIGKILL)
     wait_for(lambda: not alive(pids), "its agents and their engines end with it")
     assert up.wait(PATIENCE) != 0
-    assert not home.path.exists(), "up was there to clear it"
+    assert not home.left(), "up was there to clear it"
 
 
 def test_a_fleet_that_was_left_behind_is_recognised(home: Home) -> None:
     left = home.path / "small"
     left.mkdir(parents=True)
-    (left / "lock").touch()
+    (left / "lock").write_text("decodefleet\n")
     (left / "fleet.json").write_text('{"name": "small", "pid": 1, "endpoint": "127.0.0.1:1"}')
     assert "small is not running any more" in home.run("get")
     assert "what it left is removed" in home.run("down")
-    assert not home.path.exists()
+    assert not home.left()
 
 
 def test_a_fleet_grows_under_load_and_shrinks_after_it_without_a_cut_stream(home: Home) -> None:

@@ -76,6 +76,12 @@ MALFORMED: list[tuple[str, dict[str, Any], str]] = [
     ("a duration without unit", {"sla": {"window": "60"}}, "spec.sla.window"),
     ("a share that is no percentage", {"sla": {"objectives": [OBJECTIVE | {"target": "0.95"}]}}, "target"),
     ("a quantity that is none", {"resources": {"cpu": "two"}}, "spec.resources.cpu"),
+    ("no cores", {"resources": {"cpu": 0}}, "spec.resources.cpu"),
+    ("no memory", {"resources": {"memory": "0.0Gi"}}, "spec.resources.memory"),
+    ("a pool of nothing", {"engine": {"kvCache": {"memory": 0}}}, "spec.engine.kvCache.memory"),
+    ("a threshold of no time", {"sla": {"objectives": [OBJECTIVE | {"threshold": "0s"}]}}, "write more than 0s"),
+    ("a window of no time", {"sla": {"window": "0h0m"}}, "write more than 0s"),
+    ("a drain of centuries", {"autoscaling": {"maxReplicas": 2, "scaleDown": {"drainTimeout": "99999d"}}}, "drainTimeout"),
     ("a batch of none", {"engine": {"batching": {"maxBatch": 0}}}, "maxBatch"),
     ("too many replicas", {"replicas": 100_000}, "replicas"),
 ]

@@ -87,6 +87,9 @@ def test_the_examples_are_valid(example: Path) -> None:
     assert manifest.read(str(example)).spec.model.uri.startswith("package://")
 
 
+OBJECTIVE = "{name: a, metric: TimeToFirstToken"
+
+
 def spec(rest: str = "", model: str = MODEL) -> str:
     return f"spec: {{{model}{', ' + rest if rest else ''}}}"
 
@@ -107,6 +110,27 @@ MISTAKES = [
     ),
     (spec("autoscaling: {minReplicas: 4, maxReplicas: 2}"), "spec.autoscaling: minReplicas 4 is more than maxReplicas 2"),
     (spec("engine: []"), "spec.engine: a list is not a mapping of fields"),
+    (spec("autoscaling: {maxReplicas: 2, scaleDown: {drainTimeout: 5}}"), "scaleDown.drainTimeout: 5 has no unit; write it as 5s"),
+    (spec("engine: {batching: {chunk: 512}}"), 'spec.engine.batching.chunk: 512 is not text; put it in quotes: "512"'),
+    (spec("suspend: 'true'"), 'spec.suspend: "true" is not true or false; write it without quotes'),
+    (spec(f"sla: {{objectives: [{OBJECTIVE}, target: 95}}]}}"), "objectives[0].target: 95 has no percent sign; write it as 95%"),
+    (spec(f"sla: {{objectives: [{OBJECTIVE}, target: 0.95}}]}}"), "objectives[0].target: 0.95 has no percent sign; write it as 95%"),
+    (spec(f"sla: {{objectives: [{OBJECTIVE}, target: 9%, threshold: 0s}}]}}"), "objectives[0].threshold: '0s' is no time at all"),
+    (spec("sla: {window: 0m}"), "spec.sla.window: '0m' is no time at all; write more than 0s"),
+    (spec("resources: {cpu: 0.5}"), "spec.resources.cpu: 0.5 is a fraction; write it in thousandths, as in 500m, or in quotes"),
+    (spec("resources: {cpu: 0}"), "spec.resources.cpu: '0' is nothing; write more than 0, or leave the field out"),
+    (spec("resources: {memory: 0.0Gi}"), "spec.resources.memory: '0.0Gi' is nothing; write more than 0"),
+    (spec("resources: {cpu: true}"), "spec.resources.cpu: true is not text"),
+    (spec(f"resources: {{cpu: {'9' * 40}}}"), "is not a quantity; write it as 500m"),
+    (spec("engine: {kvCache: {memory: 0}}"), "spec.engine.kvCache.memory: '0' is nothing"),
+    (spec("replicas: true"), "spec.replicas: true is not a whole number"),
+    (spec("replicas: '2'"), 'spec.replicas: "2" is not a whole number; write it without quotes'),
+    (spec("replicas: 2.5"), "spec.replicas: 2.5 is not a whole number"),
+    (spec("replicas: 1, replicas: 2"), "replicas is here for the second time (first in line 4); remove one"),
+    (spec("cost: {maxPerHour: .inf}"), ".inf is no number; write a finite one, or leave the field out"),
+    (spec("cost: {1: 2}"), "a field's name must be text; put it in quotes"),
+    (spec("sla: {window: 2026-01-01}"), "spec.sla.window: '2026-01-01' is not a duration"),
+    (spec("autoscaling: {maxReplicas: 2, scaleDown: {drainTimeout: 99999d}}"), "'99999d' is too long; these digits are the most"),
     (f"metadata: {{name: Fleet_1}}\n{spec()}", 'metadata.name: "Fleet_1"'),
 ]
 
@@ -117,7 +141,7 @@ def test_a_mistake_is_named_by_file_field_and_what_to_change(tmp_path: Path, tex
     file.write_text((HEAD.replace("metadata: {name: x}\n", "") if text.startswith("metadata") else HEAD) + text)
     with pytest.raises(manifest.ManifestError) as error:
         manifest.read(str(file))
-    assert str(error.value).startswith(f"{file}: ")
+    assert str(error.value).startswith(f"{file}:")
     assert expected in str(error.value)
 
 
@@ -138,6 +162,10 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
         (HEAD.replace("v1alpha1", "v9"), "apiVersion is 'decodefleet.dev/v9'; write `apiVersion: decodefleet.dev/v1alpha1`"),
         ("kind: Service", "holds no DecoderDeployment"),
         ("", "holds no DecoderDeployment"),
+        ("[" * 5000, "is nested too deeply"),
+        (f"{HEAD}spec: {'[' * 300 + ']' * 300}", "is nested too deeply"),
+        (f"{HEAD}spec: &a [*a]", "is no tree of fields"),
+        (f"{HEAD}spec: {'9' * 5000}", "holds a value that cannot be read"),
         (f"{HEAD}{spec()}\n---\n{HEAD}{spec()}", "holds 2 DecoderDeployments"),
     ],
 )
@@ -167,3 +195,15 @@ def test_a_malformed_file_starts_nothing(tmp_path: Path, text: str) -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert "none.yaml: No such file" in run("up", "-f", "none.yaml", home=tmp_path).stderr
+
+
+def test_a_folder_of_that_name_that_is_no_fleets_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(HEAD + spec())
+    weights = tmp_path / "home" / "x" / "weights.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_text("precious")
+    result = run("up", "-f", str(file), "--detach", "--port", "0", home=tmp_path / "home")
+    assert (result.returncode, weights.read_text()) == (1, "precious")
+    assert f"{weights.parent} holds what is no fleet's, such as weights.safetensors" in result.stderr
+    assert [path.name for path in weights.parent.iterdir()] == ["weights.safetensors"]

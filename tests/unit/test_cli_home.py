@@ -52,7 +52,46 @@ def test_what_a_killed_supervisor_left_is_cleared(folder: Path) -> None:
     assert [path.name for path in fleet.path.iterdir()] == ["lock"]
     os.close(lock)
     assert home.clear_if_dead(fleet)
-    assert not folder.exists()
+    assert list(folder.iterdir()) == []
+
+
+def test_the_default_home_goes_with_its_last_fleet_and_a_chosen_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DECODEFLEET_HOME")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    os.close(home.claim(home.fleet("a")))
+    home.remove(home.fleet("a"))
+    assert list(tmp_path.iterdir()) == []
+
+
+STRANGE = [("weights.safetensors",), ("token",), ("agents/a.txt",), ("lock", "token"), ("lock", "fleet.json", "notes.txt"), ("lock/x",)]
+
+
+@pytest.mark.parametrize("names", STRANGE, ids=" ".join)
+def test_a_folder_that_is_no_fleets_is_refused_and_keeps_its_files(folder: Path, names: tuple[str, ...]) -> None:
+    fleet = home.fleet("a")
+    for name in names:
+        file = fleet.path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("precious")
+    with pytest.raises(FleetError, match=r"holds what is no fleet's, such as .*; give the fleet another metadata.name"):
+        home.claim(fleet)
+    assert not home.running(fleet)
+    assert not home.clear_if_dead(fleet)
+    assert home.fleets() == []
+    assert [(fleet.path / name).read_text() for name in names] == ["precious"] * len(names)
+
+
+def test_what_others_put_into_a_fleets_folder_outlives_it(folder: Path) -> None:
+    fleet = home.fleet("a")
+    os.close(home.claim(fleet))
+    home.write(fleet.info, {})
+    (fleet.path / ".fleet.json.draft").touch()
+    (fleet.path / "notes.txt").write_text("precious")
+    (fleet.path / "mine").mkdir()
+    assert home.clear_if_dead(fleet)
+    assert sorted(path.name for path in fleet.path.iterdir()) == ["mine", "notes.txt"]
+    with pytest.raises(FleetError, match=r"such as (mine|notes.txt)"):
+        home.claim(fleet)
 
 
 def test_removing_one_fleet_leaves_the_others(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +20,7 @@ from grpc_status import rpc_status
 from decodefleet.metadata import ENGINE_DIED
 from decodefleet.v1 import decoding_pb2 as pb
 from decodefleet.v1 import decoding_pb2_grpc
-from decodefleet_operator.gateway import ATTEMPTS, SERVICE, Agent, Gateway, PortTaken
+from decodefleet_operator.gateway import ATTEMPTS, SERVICE, Agent, CannotListen, Gateway, PortTaken
 
 
 class Decoder(decoding_pb2_grpc.DecodingServicer):
@@ -291,8 +292,42 @@ async def test_reflection_describes_the_service() -> None:
 
 async def test_a_taken_port_is_an_error_that_names_it() -> None:
     async with fleet(1) as f:
-        with pytest.raises(PortTaken, match=str(f.port)):
+        with pytest.raises(PortTaken, match=f"port {f.port} on 127.0.0.1 is taken; choose another with --port"):
             await Gateway(lambda: []).start("127.0.0.1", f.port)
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("203.0.113.5", "203.0.113.5 is not an address of this machine; choose another with --host"),
+        ("2001:db8::5", "2001:db8::5 is not an address of this machine; choose another with --host"),
+        ("nonexistent.invalid", "nonexistent.invalid is neither an address nor the name of one; choose another with --host"),
+    ],
+)
+async def test_an_address_that_cannot_be_bound_is_not_told_as_a_taken_port(host: str, why: str) -> None:
+    with pytest.raises(CannotListen, match=f"^{re.escape(why)}$") as error:
+        await Gateway(lambda: []).start(host, 0)
+    assert not isinstance(error.value, PortTaken)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+async def test_an_ipv6_address_can_be_bound() -> None:
+    gateway = Gateway(lambda: [])
+    port = await gateway.start("::1", 0)
+    with socket.create_connection(("::1", port), timeout=60):
+        pass
+    with pytest.raises(PortTaken):
+        await Gateway(lambda: []).start("::1", port)
+    await gateway.stop(0)
 
 
 async def test_stopping_lets_open_streams_end_and_takes_nothing_new() -> None:

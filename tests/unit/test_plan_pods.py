@@ -9,6 +9,7 @@ import pytest
 from plan_world import LONG_AGO, NOW, World, demand, deployment, load, observe, pending, pod, quiet
 
 from decodefleet_operator.api import PodStatus, Status
+from decodefleet_operator.conditions import timestamp
 from decodefleet_operator.observation import Memory, Observation
 from decodefleet_operator.plan import names, plan
 from decodefleet_operator.planning import Plan
@@ -170,6 +171,17 @@ def test_a_crash_loop_shows_its_last_message() -> None:
     assert condition(plan(observe(deployment(replicas=1), [stuck]), NOW), "Degraded")[:2] == ("True", "PodFailing")
     starting = pending(0, problem="ContainerCreating")
     assert condition(plan(observe(deployment(replicas=1), [starting]), NOW), "Degraded")[:2] == ("False", "AsExpected")
+
+
+def test_a_pod_that_stopped_answering_is_told_apart_from_one_that_ends_again_and_again() -> None:
+    hung = replace(pod(0, ready=False), restarts=1, silent_since=NOW - 30)
+    p = plan(observe(deployment(replicas=2), [hung, pod(1)]), NOW)
+    since = timestamp(NOW - 30)
+    assert condition(p, "Degraded") == ("True", "PodSilent", f"f-r1-0: it runs, but has not answered since {since}")
+    assert condition(p, "MetricsFresh") == ("False", "Stale", f"no answer from 1 of 2 ready pods since {since}, such as f-r1-0")
+    looping = pending(2, phase="Running", restarts=4, problem="CUDA out of memory")
+    both = condition(plan(observe(deployment(replicas=3), [hung, pod(1), looping]), NOW), "Degraded")
+    assert both[1] == "CrashLooping" and "f-r1-2: CUDA out of memory; f-r1-0: it runs" in both[2]
 
 
 def test_no_more_pods_are_asked_for_while_one_finds_no_node() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from decodefleet_operator import conditions as c
 from decodefleet_operator.api import DecoderDeployment, Spec
 from decodefleet_operator.backend import Known
 from decodefleet_operator.gateway import Agent
@@ -24,7 +25,7 @@ from decodefleet_operator.local.events import Events
 from decodefleet_operator.local.home import Fleet, Json
 from decodefleet_operator.local.process import AgentProcess
 from decodefleet_operator.observation import Key, Load, PodView, ReplicasWriter
-from decodefleet_operator.planning import Plan, PodRef
+from decodefleet_operator.planning import Event, Plan, PodRef
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class _Pod:
     draining_since: float | None = None
     deleted_at: float | None = None
     unanswered: int = 0
+    answered_at: float = 0.0
 
 
 class LocalBackend:
@@ -167,9 +169,10 @@ class LocalBackend:
             return
         pod.unanswered = 0 if load else pod.unanswered + 1
         if load is not None:
+            pod.answered_at = load.at
             pod.process.ready(load.state == "SERVING")
         elif pod.unanswered >= UNANSWERED:
-            pod.process.ready(False)
+            pod.process.silent(pod.answered_at)
 
     async def close(self, grace: float) -> None:
         """Stops all agents; returns when no process is left. Calling it again may only shorten the time."""
@@ -221,8 +224,14 @@ class LocalBackend:
     # -- pods --------------------------------------------------------------------------------------------------------------------
 
     def _create(self, name: str, spec: Spec) -> None:
+        def restarting(why: str) -> None:
+            try:
+                self.events.add([Event("Warning", c.RESTARTING, f"{name} ended and is started again: {why}"[:1024])])
+            except OSError:
+                log.exception("an event cannot be written", extra={"pod": name})
+
         config = told.agent_config(spec, self.fleet.token)
-        process = AgentProcess(self.fleet.agent_folder(name), config, told.environment(spec), self._changed)
+        process = AgentProcess(self.fleet.agent_folder(name), config, told.environment(spec), self._changed, restarting)
         self._pods[name] = _Pod(process, str(uuid.uuid4()), told.revision(spec), time.time())
         task = asyncio.create_task(self._own(name, process), name=f"agent {name}")
         self._running.add(task)
@@ -287,4 +296,5 @@ def _view(name: str, pod: _Pod) -> PodView:
         ready_at=process.ready_at,
         restarts=process.restarts,
         problem=process.problem if process.ready_at is None else None,
+        silent_since=process.silent_since,
     )

@@ -1,6 +1,7 @@
 """Where local fleets keep their files, and how several processes share them safely.
 
 A fleet is one folder. Whoever holds the lock on its `lock` file is its supervisor; a folder whose lock is free was left behind.
+What other programs keep in such a folder is never touched.
 """
 
 from __future__ import annotations
@@ -26,10 +27,18 @@ Json = dict[str, Any]
 
 _START = "start one with `decodefleet up -f examples/smollm2.yaml`"
 _PATIENCE = 0.5  # seconds for somebody who only looks whether the lock is free
+_MARK = b"decodefleet\n"  # in the lock's file: the folder is a fleet's
+_DOCUMENTS = ("fleet.json", "resource.json", "agents.json", "events.json", "ledger.json", "stop.json")
+_FILES = frozenset({"lock", "token", "supervisor.log", *_DOCUMENTS})
+_FOLDERS = frozenset({"agents"})
 
 
 class FleetError(Exception):
     """A local fleet cannot do what was asked; the message says why and what to do."""
+
+
+class RunningAlready(FleetError):
+    """Somebody owns the fleet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +112,14 @@ def fleets() -> list[Fleet]:
     folder = home()
     if not folder.is_dir():
         return []
-    return [Fleet(path) for path in sorted(folder.iterdir()) if path.is_dir() and NAME.fullmatch(path.name) and (path / "lock").exists()]
+    return [Fleet(path) for path in sorted(folder.iterdir()) if NAME.fullmatch(path.name) and _marked(path / "lock")]
 
 
 def running(fleet: Fleet) -> bool:
     """Whether its supervisor lives."""
     try:
         descriptor = os.open(fleet.lock, os.O_RDWR)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -160,12 +169,17 @@ def only(name: str | None) -> Fleet:
 def claim(fleet: Fleet) -> int:
     """Makes the fleet's folder and takes its lock; clears what a killed supervisor left. Returns the lock's descriptor.
 
-    The descriptor can be handed to the supervisor's process: the lock lives until its last copy is closed. Raises FleetError.
+    The descriptor can be handed to the supervisor's process: the lock lives until its last copy is closed. Raises FleetError, which is
+    RunningAlready where somebody has the lock.
     """
     deadline = time.monotonic() + _PATIENCE
     while True:
         fleet.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(fleet.lock, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            _check_ours(fleet)
+            descriptor = os.open(fleet.lock, os.O_RDWR | os.O_CREAT, 0o600)
+        except FileNotFoundError:
+            continue  # its last owner has just removed the folder
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -173,31 +187,78 @@ def claim(fleet: Fleet) -> int:
             if time.monotonic() < deadline:
                 time.sleep(_PATIENCE / 10)
                 continue
-            raise FleetError(f"fleet {fleet.name} is running already; `decodefleet get {fleet.name}` shows it") from None
+            raise RunningAlready(f"fleet {fleet.name} is running already; `decodefleet get {fleet.name}` shows it") from None
         # Between open and flock another process may have removed the folder: then this lock guards nothing.
         with contextlib.suppress(FileNotFoundError):
             if os.stat(fleet.lock).st_ino == os.fstat(descriptor).st_ino:
                 break
         os.close(descriptor)
-    for path in fleet.path.iterdir():
-        if path.name != "lock":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    os.pwrite(descriptor, _MARK, 0)
+    _clear(fleet)
     return descriptor
 
 
 def remove(fleet: Fleet) -> None:
-    """Removes the fleet's folder, and the home if it was the last. The caller holds the lock or knows that nobody does."""
+    """Removes what the fleet wrote, its folder, and the default home if it was the last.
+
+    The caller holds the lock or knows that nobody does.
+    """
+    _clear(fleet)
     # The lock's file goes last, so that nobody takes a half-removed folder for one that is left behind.
-    for path in fleet.path.iterdir() if fleet.path.is_dir() else ():
-        if path.name != "lock":
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-    shutil.rmtree(fleet.path, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        fleet.lock.unlink()
     with contextlib.suppress(OSError):
-        fleet.path.parent.rmdir()
+        fleet.path.rmdir()
+        if "DECODEFLEET_HOME" not in os.environ:  # a folder that somebody chose is theirs
+            fleet.path.parent.rmdir()
+
+
+def _clear(fleet: Fleet) -> None:
+    """Removes all that a fleet writes, its lock aside, and nothing else."""
+    for path in fleet.path.iterdir() if fleet.path.is_dir() else ():
+        if path.name == "lock" or not _ours(path):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _ours(path: Path) -> bool:
+    """Whether a fleet writes an entry of that name and kind, or a draft of it."""
+    if path.is_dir():
+        return path.name in _FOLDERS
+    draft = path.name.startswith(".") and path.name[1:].rpartition(".")[0] in _FILES
+    return path.name in _FILES or draft
+
+
+def _marked(lock: Path) -> bool:
+    """Whether a fleet made the file."""
+    try:
+        with lock.open("rb") as file:
+            return file.read(len(_MARK) + 1) == _MARK
+    except OSError:
+        return False
+
+
+def _check_ours(fleet: Fleet) -> None:
+    """Raises FleetError for a folder with what no fleet wrote."""
+    found = sorted(fleet.path.iterdir())
+    fresh = all(path.name == "lock" and path.is_file() and path.stat().st_size == 0 for path in found)  # or another one is claiming it
+    strange = [path for path in found if not _ours(path)]
+    removed = fleet.lock in found and not fleet.lock.exists()  # by its last owner, meanwhile
+    if strange or not (fresh or removed or _marked(fleet.lock)):
+        example = (strange or found)[0].name
+        raise FleetError(
+            f"{fleet.path} holds what is no fleet's, such as {example}; give the fleet another metadata.name, "
+            "or set DECODEFLEET_HOME to a folder for fleets alone"
+        )
 
 
 def clear_if_dead(fleet: Fleet) -> bool:
     """Removes the folder of a fleet whose supervisor was killed. Whether it did."""
+    if not _marked(fleet.lock):
+        return False
     try:
         descriptor = os.open(fleet.lock, os.O_RDWR)
     except (FileNotFoundError, NotADirectoryError):

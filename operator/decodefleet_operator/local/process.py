@@ -37,12 +37,23 @@ class Ports:
 
 
 class AgentProcess:
-    """An agent and its restarts. `changed` is called after each change of what the attributes tell."""
+    """An agent and its restarts.
 
-    def __init__(self, folder: Path, config: AgentConfig, environment: Mapping[str, str], changed: Callable[[], None]) -> None:
+    `changed` is called after each change of what the attributes tell; `restarting`, with its last words, when an agent ended by itself.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: AgentConfig,
+        environment: Mapping[str, str],
+        changed: Callable[[], None],
+        restarting: Callable[[str], None] = lambda why: None,
+    ) -> None:
         self._folder = folder
         self._environment = environment
         self._changed = changed
+        self._restarting = restarting
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self._deadline = float("inf")  # by time.monotonic(): when a stopping agent is killed
@@ -53,7 +64,8 @@ class AgentProcess:
         self.ready_at: float | None = None  # of the process that runs now
         self.retry_at: float | None = None
         self.restarts = 0
-        self.problem: str | None = None  # the last words of an agent that ended by itself
+        self.problem: str | None = None  # the last words of an agent that ended by itself, until the next one is ready
+        self.silent_since: float | None = None  # it was ready and does not answer any more
         self.exit_code: int | None = None  # set once it has ended for good
 
     @property
@@ -70,8 +82,19 @@ class AgentProcess:
 
     def ready(self, is_ready: bool) -> None:
         """Records what the agent says of itself."""
+        before = (self.ready_at, self.silent_since, self.problem)
+        self.silent_since = None
+        if is_ready:
+            self.problem = None
         if is_ready != (self.ready_at is not None):
             self.ready_at = time.time() if is_ready else None
+        if before != (self.ready_at, self.silent_since, self.problem):
+            self._changed()
+
+    def silent(self, since: float) -> None:
+        """Records that it has not answered since then. One that never was ready is just starting."""
+        if self.ready_at is not None:
+            self.ready_at, self.silent_since = None, since
             self._changed()
 
     def stop(self, grace: float) -> None:
@@ -88,7 +111,7 @@ class AgentProcess:
             while not self._stopping.is_set():
                 code, offset = await self._run_once()
                 healthy = self.ready_at is not None and time.time() - self.ready_at >= HEALTHY_AFTER
-                self.ready_at, self.ports = None, None
+                self.ready_at, self.ports, self.silent_since = None, None, None
                 if self._stopping.is_set() or self.draining:
                     self.exit_code = code
                     break
@@ -98,6 +121,7 @@ class AgentProcess:
                 self.restarts += 1
                 self.retry_at = time.time() + delay
                 log.warning("agent ended", extra={"pod": self._folder.name, "code": code, "retry_in": delay, "problem": self.problem})
+                self._restarting(self.problem)
                 self._changed()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), delay)

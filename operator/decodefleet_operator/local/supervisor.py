@@ -15,9 +15,11 @@ import sys
 import time
 from pathlib import Path
 
+from decodefleet.endpoints import host_port
 from decodefleet_operator.agents import AgentClient, Sampler
+from decodefleet_operator.conditions import timestamp
 from decodefleet_operator.controller import Controller
-from decodefleet_operator.gateway import Gateway, PortTaken
+from decodefleet_operator.gateway import CannotListen, Gateway
 from decodefleet_operator.local import home
 from decodefleet_operator.local.backend import LocalBackend
 from decodefleet_operator.local.home import Fleet, Json
@@ -48,13 +50,13 @@ class Supervisor:
         self._published: Json = {}
 
     async def run(self) -> None:
-        """Returns when the fleet was stopped and nothing is left of it. Raises PortTaken."""
+        """Returns when the fleet was stopped and nothing is left of it. Raises CannotListen."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, self._stop.set)
         home.write(self._fleet.info, self._info)
         port = await self._gateway.start(self._host, self._port)
-        self._backend.endpoint = f"{self._host}:{port}"
+        self._backend.endpoint = host_port(self._host, port)
         self._info["endpoint"] = self._backend.endpoint
         home.write(self._fleet.info, self._info)
         self._sampler.observers += [self._backend.observe, self._observe]
@@ -96,7 +98,7 @@ class Supervisor:
 
     def _observe(self, key: Key, pod: PodView, load: Load | None) -> None:
         if load is not None and pod.address:
-            self._gateway.observe(f"{pod.address}:{pod.serving_port}", load.running + load.waiting)
+            self._gateway.observe(host_port(pod.address, pod.serving_port), load.running + load.waiting)
 
     async def _publish(self) -> None:
         """Keeps agents.json and the gateway in line with what runs. A fleet whose folder was removed stops."""
@@ -138,13 +140,19 @@ def _agent(pod: PodView, process: AgentProcess, load: Load | None) -> Json:
         "readyAt": process.ready_at,
         "retryAt": process.retry_at,
         "restarts": process.restarts,
-        "problem": process.problem,
+        "problem": _problem(process),
         "address": pod.address,
         "ports": [process.ports.serving, process.ports.control, process.ports.http] if process.ports else None,
         "running": fresh.running if fresh else None,
         "waiting": fresh.waiting if fresh else None,
         "generated": fresh.generated_tokens if fresh else None,
     }
+
+
+def _problem(process: AgentProcess) -> str | None:
+    if process.silent_since is not None:
+        return f"it runs, but has not answered since {timestamp(process.silent_since)}"
+    return process.problem
 
 
 def _phase(pod: PodView, process: AgentProcess, load: Load | None) -> str:
@@ -156,6 +164,8 @@ def _phase(pod: PodView, process: AgentProcess, load: Load | None) -> str:
         return "Stopping"
     if pod.draining_since is not None:
         return "Draining"
+    if process.silent_since is not None:
+        return "Silent"
     if load is None:
         return "Starting"
     serving = "Serving" if pod.serving else "Ready"
@@ -170,8 +180,8 @@ def main(arguments: list[str]) -> int:
     try:
         asyncio.run(_run(fleet, host, int(port)))
         return 0
-    except PortTaken as error:
-        _fail(fleet, f"{error}; choose another with --port, or a free one with --port 0")
+    except CannotListen as error:
+        _fail(fleet, str(error))
     except Exception as error:
         log.exception("the supervisor failed")
         _fail(fleet, f"the supervisor failed: {error!r}; its log is {fleet.log}")

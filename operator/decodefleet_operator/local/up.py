@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     fleet = home.fleet(resource.metadata.name)
     try:
         lock = home.claim(fleet)
-    except FleetError:
+    except home.RunningAlready:
         return _apply(fleet, resource, args)
     try:
         home.write(fleet.resource, _new(resource))

@@ -15,6 +15,7 @@ PHRASES = {
     "WarmingUp": "warming up",
     "Ready": "warm",
     "Serving": "serving",
+    "Silent": "does not answer",
     "Draining": "draining",
     "Stopping": "stopping",
     "Restarting": "waiting to start again",
