@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -66,7 +66,7 @@ def parse(document: Any, path: str) -> DecoderDeployment:
 class _Loader(yaml.SafeLoader):
     """YAML as Kubernetes takes it: what JSON has, and each field once."""
 
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML declares it of the instance)
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
