@@ -61,7 +61,8 @@ class Home:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "DECODEFLEET_HOME": str(self.path)}
+        # The slower backend: a stream is open long enough to do something to its fleet.
+        return {**os.environ, "DECODEFLEET_HOME": str(self.path), "DECODEFLEET_BACKEND": "reference"}
 
     def run(self, *arguments: str, fails: bool = False) -> str:
         """Standard output, or standard error of a command that must fail."""
