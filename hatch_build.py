@@ -77,9 +77,7 @@ class NativeBuildHook(BuildHookInterface):
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        root = Path(self.root)
-        if problem := build(root):
-            (root / LIBRARY).unlink(missing_ok=True)
+        if problem := build(Path(self.root)):
             self.app.display_warning(f"the native backend is left out: {problem}")
             return
         build_data["artifacts"].append(LIBRARY.as_posix())

@@ -93,6 +93,7 @@ def main() -> int:
     for seed in range(arguments.rounds):
         for name, chunk in variants if seed % 2 else variants[::-1]:
             rounds[name].append(measure(engine, chunk, arguments.streams, prompt, arguments.context, seed))
+            print(f"{name}: {rounds[name][-1]}", flush=True)
     middle = {
         name: {field: median(getattr(one, field) for one in made) for field in Round.__dataclass_fields__} for name, made in rounds.items()
     }

@@ -142,6 +142,9 @@ class Gateway:
             self.retries += bool(tried)
             tried.add(agent.address)
             answered, code, details, trailing = await self._attempt(agent, method, request, context)
+            if code == grpc.StatusCode.CANCELLED:
+                # Not by our caller, who would have ended this task: the agent closed its connections while the call was on its way.
+                code, details = grpc.StatusCode.UNAVAILABLE, "the agent went away"
             if answered or code != grpc.StatusCode.UNAVAILABLE:
                 break
             deaths += metadata.ENGINE_DIED in dict(trailing)

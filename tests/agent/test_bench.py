@@ -66,7 +66,7 @@ def test_engines_side_by_side(model: Path, prose: Path, tmp_path: Path) -> None:
         assert result["time_to_first_token"] > 0 and result["peak_memory"] > 50 * 2**20 and result["error"] is None
     ours, theirs = (r["perplexity"] for r in found["results"][:2])
     assert ours == pytest.approx(theirs, rel=1e-3), "one model in fp32 scores one text alike, whoever runs it"
-    assert found["absent"] == [{"engine": "llama.cpp", "how_to_get": "it reads GGUF files only; give a model that is one"}]
+    assert found["absent"] == [{"engine": "llama.cpp", "how_to_get": "give --model a GGUF file, the only kind it reads"}]
     assert "batch 3, context 250" in done.stdout and "vs best" in done.stdout
     assert "round 2" in done.stderr
 

@@ -106,7 +106,7 @@ def test_linear(tier: bytes, form: Format, outputs: int, inputs: int, bias: bool
     seen = torch.from_numpy(x) if form != Format.INT8_ROTATED else rotated(torch.from_numpy(x), rotation_width(inputs))
     got = linear(tier, packed, x)
     assert error(got, int8(seen, 32) @ matrix.double().T + offsets) <= LIMIT
-    for rows in range(1, 70):  # no row's bits depend on the others
+    for rows in range(1, 70 if tier == b"avx2" else 9):  # no row's bits depend on the others
         assert np.array_equal(linear(tier, packed, x[:rows]), got[:rows])
     assert np.array_equal(linear(TIERS[0].encode(), packed, x), got)
 

@@ -139,8 +139,6 @@ def tiny(name: str, tmp_path_factory: pytest.TempPathFactory) -> AnyBackend:
 
 @pytest.fixture(scope="module")
 def demo(name: str) -> AnyBackend:
-    if name == "cpu-portable":
-        pytest.skip("the portable tier takes the tiny model; the demo model is too large for it")
     return prepared(name, resolve(DEMO))
 
 
@@ -224,9 +222,8 @@ def test_numbers_left_by_others_do_not_leak(tiny: AnyBackend) -> None:
     assert_same(run(tiny, [submit(0, [9] * 37, 6)])[0][0], wanted)
 
 
+@pytest.mark.parametrize("name", ["reference"], indirect=True)
 def test_larger_tiles_give_the_bits_of_the_smallest(tiny: AnyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not isinstance(tiny, ReferenceBackend):
-        pytest.skip("the native kernels have no tiles to choose")
     submits = [submit(n, [n + 1] * (20 + 40 * n), 5) for n in range(5)]
     wanted = run(tiny, submits)[0]
     monkeypatch.setattr(tiny, "_tiles", (16,))
@@ -236,6 +233,7 @@ def test_larger_tiles_give_the_bits_of_the_smallest(tiny: AnyBackend, monkeypatc
         assert_same(got[number], wanted[number])
 
 
+@pytest.mark.parametrize("name", ["reference", "cpu", "cpu-fp32"], indirect=True)
 @pytest.mark.parametrize("way", ["batch 16", "chunk 16", "chunk 64", "chunk Dynamic", "preempted", "two threads"])
 def test_the_demo_model(name: str, demo: AnyBackend, way: str) -> None:
     prompt = (np.random.default_rng(5).integers(0, 49152, 90)).tolist()

@@ -158,8 +158,9 @@ def test_what_warm_up_measured_is_told_with_what_it_was_measured_at(start: Start
     ready = start(model).started()
     assert ready.curve_context == 128
     assert {point.batch for point in ready.mixed} == {1, 4}
-    chunks = [(point.chunk, point.start) for point in ready.mixed if point.batch == 4]
-    assert chunks[:3] == [(16, 0), (64, 0), (256, 0)] and (64, 0) not in chunks[3:]
+    chunks = [point.chunk for point in ready.mixed if point.batch == 4 and point.chunk and not point.start]
+    assert chunks and chunks == [16, 64, 256, 464][: len(chunks)]  # what the pool holds; a busy machine is spared the longer ones
+    assert any(point.start for point in ready.mixed) and any(point.context > 128 for point in ready.mixed)
     assert all(point.step_seconds > 0 for point in ready.mixed)
 
 

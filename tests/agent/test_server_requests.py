@@ -54,6 +54,8 @@ def test_input(echo, tools) -> None:
 def test_a_prompt_too_long_names_both_numbers(echo, tools) -> None:
     refused(echo, tools.ask(" a" * 600), ["prompt", "600", "511"])
     refused(echo, tools.ask(" a" * 30_000), ["prompt", "30000", "511"])  # long enough to be tokenised aside
+    refused(echo, tools.ask(" a" * 500_000), ["prompt", "1000000 bytes", "512 tokens"])  # refused unread
+    refused(echo, tools.ask(chat=[("user", " a" * 500_000)]), ["chat.messages", "1000000 bytes", "512 tokens"])
     assert tools.generate(echo, tools.ask(" a" * 511)).usage.completion_tokens == 1
 
 

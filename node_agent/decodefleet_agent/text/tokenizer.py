@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -19,6 +20,12 @@ class Tokenizer:
     fast: FastTokenizer = field(repr=False)
     token_bytes: tuple[bytes, ...] = field(repr=False)
     chat_template: ChatTemplate | None
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest text that one token stands for, control tokens included."""
+        added = (token.content.encode() for token in self.fast.get_added_tokens_decoder().values())
+        return max(map(len, (*self.token_bytes, *added)), default=1)
 
     def encode(self, text: str) -> list[int]:
         """Raw text to ids. Special tokens written out in it become those tokens; the model's BOS is put in front where it has one."""

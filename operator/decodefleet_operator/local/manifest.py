@@ -66,6 +66,11 @@ def parse(document: Any, path: str) -> DecoderDeployment:
 class _Loader(yaml.SafeLoader):
     """YAML as Kubernetes takes it: what JSON has, and each field once."""
 
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML declares it of the instance)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, yaml.Node] = {}
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
@@ -87,10 +92,6 @@ class _Loader(yaml.SafeLoader):
         return value
 
 
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 
 

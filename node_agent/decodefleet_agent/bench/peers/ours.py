@@ -12,7 +12,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as the engine's own process h
 
 import numpy as np
 
-from decodefleet.config import AgentConfig, Batching, Engine, KVCache
+from decodefleet.config import AgentConfig, Batching, Engine
 from decodefleet_agent.bench.protocol import Load, Loaded, Timing
 from decodefleet_agent.engine.batch import Batch, Span
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, pages_for
@@ -39,7 +39,7 @@ class Decodefleet:
         config = AgentConfig(
             model_uri=load.uri,
             cpu=load.threads,
-            engine=Engine(batching=Batching(max_batch=load.batch), max_context=pages_for(load.context) * PAGE_TOKENS, kv_cache=KVCache()),
+            engine=Engine(batching=Batching(max_batch=load.batch), max_context=max(PAGE_TOKENS, load.context)),
         )
         self._engine, ready = start(config, lambda progress: None, time.monotonic())
         self._pages, self._sequences = ready.model.kv_pages, 0

@@ -7,6 +7,7 @@ itself, a block's products are whole numbers, blocks are added in ascending orde
 from __future__ import annotations
 
 import ctypes
+import os
 from itertools import chain
 
 import numpy as np
@@ -46,7 +47,8 @@ class CpuBackend:
         self._native = native.library()
         found = native.tier(tier)
         if found is None:
-            raise ModelError(f"{native.TIER_VARIABLE}: this processor has no tier {tier or ''!r}; set avx2 or portable, or unset it")
+            name = tier or os.environ.get(native.TIER_VARIABLE)
+            raise ModelError(f"{native.TIER_VARIABLE}: this processor has no tier {name!r}; set avx2 or portable, or unset it")
         self.instructions = found
         self.kv_format = kv_format.name
         self.numerics = "int8 blocks of 32"  # all tiers give the same bits
