@@ -174,7 +174,7 @@ class Gateway:
                 await context.write(message)
             return answered, await call.code(), await call.details() or "", _passed(await call.trailing_metadata())
         except grpc.aio.AioRpcError as error:
-            return answered, error.code(), error.details() or "", _passed(error.trailing_metadata())
+            return answered, error.code(), _details(agent, error), _passed(error.trailing_metadata())
         finally:
             call.cancel()
             self._in_flight[agent.address] -= 1
@@ -207,6 +207,14 @@ def _why_not(host: str, port: int) -> CannotListen:
             case _:
                 return CannotListen(f"{host_port(host, port)} cannot be listened on: {error.strerror}")
     return CannotListen(f"{host_port(host, port)} cannot be listened on; choose another address with --host or --port")
+
+
+def _details(agent: Agent, error: grpc.aio.AioRpcError) -> str:
+    """What an agent said, or that it was not reached: gRPC's words for that name addresses that mean nothing to clients."""
+    said = error.details() or ""
+    if error.code() == grpc.StatusCode.UNAVAILABLE and said.startswith("failed to connect"):
+        return f"agent {agent.name} cannot be reached; try again in a moment, or see `decodefleet get`"
+    return said
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -173,6 +174,21 @@ def test_a_write_that_fails_leaves_the_old_content(folder: Path) -> None:
     with pytest.raises(TypeError):
         home.write(fleet.info, {"a": object()})
     assert json.loads(fleet.info.read_text()) == {"a": 1}
+    os.close(lock)
+
+
+def test_a_disk_that_is_full_is_told_with_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, mode: str) -> None:
+        os.close(descriptor)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    fleet = home.fleet("a")
+    lock = home.claim(fleet)
+    monkeypatch.setattr(os, "fdopen", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        home.write(fleet.info, {"a": 1})
+    assert error.value.filename == str(fleet.info)
+    assert [path.name for path in fleet.path.iterdir()] == ["lock"]
     os.close(lock)
 
 

@@ -176,6 +176,22 @@ async def test_an_agent_that_is_gone_is_passed_over() -> None:
             assert await f.answer() == "agent-0"
 
 
+async def test_an_agent_that_cannot_be_reached_is_told_by_its_name() -> None:
+    async with fleet(1) as f:
+        call, _ = await f.opened()
+        f.serving.clear()
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            gone = Decoder("gone")
+            gone.address = f"127.0.0.1:{unused.getsockname()[1]}"
+            f.serving.append(gone)
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await f.answer()
+        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert error.value.details() == "agent gone cannot be reached; try again in a moment, or see `decodefleet get`"
+        call.cancel()
+
+
 async def test_attempts_are_bounded_and_the_last_refusal_is_told() -> None:
     async with fleet(ATTEMPTS + 2) as f:
         for decoder in f.decoders:

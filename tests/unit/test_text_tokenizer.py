@@ -211,3 +211,10 @@ def test_not_a_gguf_file(tmp_path: pathlib.Path, content: bytes) -> None:
 def test_directory_without_a_tokenizer(tmp_path: pathlib.Path) -> None:
     with pytest.raises(TextError, match=r"no tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_a_file_that_is_no_gguf_is_named(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "shadow"
+    path.touch()
+    with pytest.raises(TextError, match="shadow is no GGUF file; name one that ends in"):
+        load_tokenizer(path)

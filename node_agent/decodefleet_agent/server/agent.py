@@ -119,7 +119,7 @@ class Agent:
         if self.in_flight + len(work.samples) > places + self.max_waiting:
             raise Refused(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"the queue is full: {self.waiting} wait and at most {self.max_waiting} may",
+                f"the queue is full: {self.in_flight - places} wait and at most {self.max_waiting} may",
                 reason="queue_full",
                 retry_after=self._retry_after(),
             )

@@ -47,6 +47,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
         if not (path / "tokenizer.json").is_file() and files:
             return gguf_tokenizer.load(files[0])
         return huggingface.load(path)
-    if path.suffix == ".gguf":
-        return gguf_tokenizer.load(path)
-    return huggingface.load(path.parent)
+    if path.suffix != ".gguf":
+        raise TextError(f"{path} is no GGUF file; name one that ends in .gguf, or a directory with config.json and tokenizer.json")
+    return gguf_tokenizer.load(path)

@@ -293,9 +293,11 @@ def write_text(path: Path, text: str, mode: int = 0o600) -> None:
             file.write(text)
         os.chmod(temporary, mode)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a full disk names none
         raise
 
 
