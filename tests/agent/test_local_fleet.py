@@ -224,7 +224,7 @@ def test_down_leaves_no_process_port_or_file(fleet: Home) -> None:
     assert len(alive(pids)) >= 3, "supervisor, server and engine"
     assert listening(ports) == ports
     assert "nothing is left of it" in fleet.run("down", "small")
-    assert (listening(ports), fleet.path.exists()) == ([], False)
+    assert (listening(ports), fleet.left()) == ([], [])
     wait_for(lambda: not alive(pids), "the last of the supervisor", 5.0)
 
 
