@@ -99,13 +99,15 @@ def check_texts(results: list[SimpleNamespace], undisturbed: dict[int, SimpleNam
             assert expected.text.startswith(result.text.rstrip("\ufffd")), result.id
 
 
-def condition(fleet: dict[str, Any], kind: str) -> dict[str, Any]:
-    return next((c for c in fleet.get("status", {}).get("conditions", []) if c["type"] == kind), {})
+def condition(thing: dict[str, Any], kind: str) -> dict[str, Any]:
+    return next((c for c in thing.get("status", {}).get("conditions", []) if c["type"] == kind), {})
 
 
 def ready(cluster: Any, count: int) -> bool:
-    status = cluster.fleet()["status"]
-    return status["readyReplicas"] == count == len(cluster.pods())
+    """Whether there are so many pods, and both their own status and the fleet's say that all are ready."""
+    pods = cluster.pods()
+    conditions = [condition(pod, "Ready").get("status") for pod in pods]
+    return conditions == ["True"] * count and cluster.fleet()["status"]["readyReplicas"] == count
 
 
 # -- install, apply, generate ----------------------------------------------------------------------------------------------------
