@@ -18,6 +18,7 @@ from rich.console import Console
 
 from decodefleet_agent.bench import catalog, measure, serve, table, text
 from decodefleet_agent.bench.arrivals import KINDS, arrivals
+from decodefleet_agent.bench.protocol import Timing
 from decodefleet_agent.bench.report import Absent, Report, Result, comparisons
 from decodefleet_agent.bench.statistics import percentile, perplexity, spread
 
@@ -80,6 +81,12 @@ def test_arrivals_follow_the_seed_and_the_rate(kind: Any) -> None:
 def result(engine: str, form: str, rate: float | None, perplexity: float | None = None, **fields: Any) -> Result:
     figures = dict(tokens_per_second_low=rate, tokens_per_second_high=rate) if rate else {}
     return Result(engine, "1.0", form, "", 2, 1, 128, 64, rate, **figures, perplexity=perplexity, **fields)  # type: ignore[arg-type]
+
+
+def test_tokens_that_came_while_others_still_read_their_prompt_are_not_decoding_speed() -> None:
+    assert Timing(first=10.0, total=12.0, rest=30).rate == 15.0
+    with pytest.raises(ValueError, match="more --tokens"):
+        _ = Timing(first=10.0, total=12.0, rest=0).rate
 
 
 def test_peers_are_compared_by_rate_and_by_perplexity() -> None:

@@ -284,3 +284,14 @@ def test_a_request_that_cannot_be_sampled_ends_alone(monkeypatch: pytest.MonkeyP
     assert [(o.finish, o.error) for o in streams.outputs[0][-1:]] == [("error", "sampling failed: IndexError: of the sampler")]
     assert streams.tokens(1) == alone([4, 5], 9, 400)
     assert streams.engine.stats().kv_bytes_used == 0
+
+
+def test_a_pool_of_whole_contexts_runs_that_many_at_once() -> None:
+    # Three sequences of 40 + 24 tokens fill 12 pages to the last one.
+    streams = start(replace(LIMITS, max_batch=3), pages=12, context=64)
+    streams.handle(*(submit(n, [n + 1] * 40, 24) for n in range(3)))
+    for _ in range(4):
+        streams.step()
+    assert len(streams.engine.scheduler.running) == 3
+    streams.finish()
+    assert streams.engine.stats().preemptions == 0

@@ -123,7 +123,7 @@ def _best_threads(contender: Contender, settings: Settings, tokens: list[int], t
             prompts = text.prompts(tokens, 2, length, 0)
             engine.generate(prompts[:1], new)
             timing, _ = engine.generate(prompts[1:], new)
-        rates[threads] = (new - 1) / (timing.total - timing.first)
+        rates[threads] = timing.rate
         tell(f"{contender.title}: {rates[threads]:.1f} tokens/s on {threads} threads")
     return max(rates, key=lambda threads: rates[threads])
 
@@ -151,7 +151,7 @@ def _point(settings: Settings, contenders: list[Contender], tokens: list[int], b
     timings: dict[str, list[tuple[Timing, int]]] = {c.title: [] for c in contenders}
     running: list[tuple[str, EngineProcess]] = []
 
-    def fail(title: str, error: EngineError) -> None:
+    def fail(title: str, error: Exception) -> None:
         tell(f"{title}: {error}")
         results[title] = replace(results[title], error=str(error))
 
@@ -176,12 +176,13 @@ def _point(settings: Settings, contenders: list[Contender], tokens: list[int], b
             prompts = text.prompts(tokens, batch, length, (number + 1) * batch)
             for title, engine in _rotated(running, number):
                 try:
-                    timings[title].append(engine.generate(prompts, settings.new_tokens))
-                except EngineError as error:
+                    timing, peak = engine.generate(prompts, settings.new_tokens)
+                    rate = timing.rate
+                except (EngineError, ValueError) as error:
                     fail(title, error)
                     running = [one for one in running if one[0] != title]
                     continue
-                rate = _rate(timings[title][-1][0], results[title])
+                timings[title].append((timing, peak))
                 tell(f"batch {batch}, context {length}, round {number + 1}: {title} {rate:.1f} tokens/s")
     return [_summary(result, timings[title]) for title, result in results.items()]
 
@@ -191,18 +192,14 @@ def _rotated(running: list[tuple[str, EngineProcess]], by: int) -> list[tuple[st
     return running[by:] + running[:by]
 
 
-def _rate(timing: Timing, result: Result) -> float:
-    return result.batch * (result.new_tokens - 1) / (timing.total - timing.first)
-
-
 def _summary(result: Result, rounds: list[tuple[Timing, int]]) -> Result:
     if result.error or not rounds:
         return result
     return measured(
         result,
-        spread([_rate(timing, result) for timing, _ in rounds]),
+        spread([timing.rate for timing, _ in rounds]),
         spread([timing.first for timing, _ in rounds]),
-        spread([(timing.total - timing.first) / (result.new_tokens - 1) for timing, _ in rounds]),
+        spread([result.batch / timing.rate for timing, _ in rounds]),
         max(peak for _, peak in rounds),
     )
 

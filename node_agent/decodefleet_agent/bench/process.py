@@ -44,7 +44,7 @@ class EngineProcess:
     def generate(self, prompts: list[list[int]], new_tokens: int) -> tuple[Timing, int]:
         """Timing, and the largest resident set meanwhile in bytes."""
         answer = self._ask("generate", prompts=prompts, new_tokens=new_tokens)
-        return Timing(answer["first"], answer["total"]), answer["peak"]
+        return Timing(answer["first"], answer["total"], answer["rest"]), answer["peak"]
 
     def logprobs(self, windows: list[list[int]]) -> list[list[float]] | None:
         return self._ask("logprobs", windows=windows)

@@ -30,10 +30,22 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds from the start of a generation until every sequence had its first token, and until all had their last."""
+    """Seconds from the start of a generation until every sequence had its first token, and until all had their last.
+
+    `rest`: the tokens that came in between, of all sequences. Engines that take prompts one after the other decode the earlier
+    ones meanwhile, so it can be less than all but the first of each.
+    """
 
     first: float
     total: float
+    rest: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of decoding alone. Raises ValueError where nothing was left to decode."""
+        if self.rest <= 0:
+            raise ValueError("all tokens came before the last sequence had its first; ask for more --tokens")
+        return self.rest / (self.total - self.first)
 
 
 class Peer(Protocol):

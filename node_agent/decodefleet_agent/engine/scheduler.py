@@ -132,7 +132,7 @@ class Scheduler:
         reusable = self._digests(sequence, (len(sequence.tokens) - 1) // PAGE_TOKENS)
         pages = self.pool.match(reusable)
         missing = pages_for(len(sequence.tokens)) - len(pages)
-        reserve = sum(pages_for(min(s.output_left, self.limits.reserve_tokens)) for s in [*self.running, sequence]) if self.running else 0
+        reserve = sum(map(self._growth, [*self.running, sequence])) if self.running else 0
         length = self._cut(sequence, len(sequence.tokens) - len(pages) * PAGE_TOKENS, room, first)
         if not length or self.pool.available < missing + reserve:
             self.pool.release(pages)
@@ -147,6 +147,11 @@ class Scheduler:
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=lambda s: s.order)
         return length
+
+    def _growth(self, sequence: Sequence) -> int:
+        """Pages that its next tokens need beyond those of the present ones; at most `reserve_tokens` are looked ahead."""
+        length = len(sequence.tokens)
+        return pages_for(length + min(sequence.output_left, self.limits.reserve_tokens)) - pages_for(length)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's pages; its tokens are kept and computed again when it is admitted again."""

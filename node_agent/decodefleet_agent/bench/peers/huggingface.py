@@ -50,7 +50,7 @@ class HuggingFace:
         )
         if len(clock.times) != new_tokens:
             raise RuntimeError(f"{new_tokens} tokens were asked for, and {len(clock.times)} came")
-        return Timing(clock.times[0] - begun, clock.times[-1] - begun)
+        return Timing(clock.times[0] - begun, clock.times[-1] - begun, len(prompts) * (new_tokens - 1))
 
     @torch.inference_mode()
     def logprobs(self, windows: list[list[int]]) -> list[list[float]]:

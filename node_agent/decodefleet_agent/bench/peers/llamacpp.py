@@ -54,7 +54,7 @@ class LlamaCpp:
         for step in range(new_tokens - 1):
             self._decode([(token, len(prompts[sequence]) + step, sequence, True) for sequence, token in enumerate(last)])
             last = self._likeliest(range(len(last)))
-        return Timing(first, time.perf_counter() - begun)
+        return Timing(first, time.perf_counter() - begun, len(prompts) * (new_tokens - 1))
 
     def logprobs(self, windows: list[list[int]]) -> list[list[float]]:
         result = []

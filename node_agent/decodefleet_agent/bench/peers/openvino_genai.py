@@ -32,18 +32,18 @@ class OpenVino:
         begun = time.perf_counter()
         handles = [self._add(prompt, settings) for prompt in prompts]
         counts = [0] * len(handles)
-        first = 0.0
+        first, before = 0.0, 0
         while self._pipeline.has_non_finished_requests():
             self._pipeline.step()
             for index, handle in enumerate(handles):
                 while handle.can_read():
                     counts[index] += sum(len(output.generated_ids) for output in handle.read().values())
             if not first and all(counts):
-                first = time.perf_counter() - begun
+                first, before = time.perf_counter() - begun, sum(counts)
         total = time.perf_counter() - begun
         if set(counts) != {new_tokens}:
             raise RuntimeError(f"{new_tokens} tokens were asked for, and the sequences have {sorted(set(counts))}")
-        return Timing(first, total)
+        return Timing(first, total, sum(counts) - before)
 
     def logprobs(self, windows: list[list[int]]) -> list[list[float]]:
         """Those of an echoed prompt; its first token's is a placeholder."""

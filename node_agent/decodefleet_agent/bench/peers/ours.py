@@ -26,8 +26,8 @@ _FLOOR_STEPS = 20
 class MatrixLoop(Protocol):
     """What a backend may offer beside its steps: the matrix products of a decoding step and nothing else, as the floor of its time."""
 
-    def matrix_loop(self, rows: int, steps: int) -> float:
-        """Seconds that `steps` steps of this many rows took."""
+    def products(self, rows: int) -> None:
+        """Runs the products of one step of so many sampling rows."""
         ...
 
 
@@ -39,7 +39,8 @@ class Decodefleet:
         config = AgentConfig(
             model_uri=load.uri,
             cpu=load.threads,
-            engine=Engine(batching=Batching(max_batch=load.batch), max_context=max(PAGE_TOKENS, load.context)),
+            # Prompts first, so that the whole batch decodes together, as the other engines' does.
+            engine=Engine(batching=Batching(max_batch=load.batch, batch_size_threshold=1), max_context=max(PAGE_TOKENS, load.context)),
         )
         self._engine, ready = start(config, lambda progress: None, time.monotonic())
         self._pages, self._sequences = ready.model.kv_pages, 0
@@ -55,7 +56,7 @@ class Decodefleet:
         waiting, counts = set(ids), dict.fromkeys(ids, 0)
         sampling = Sampling(seed=0, max_tokens=new_tokens)
         begun = time.perf_counter()
-        first = 0.0
+        first, before = 0.0, 0
         outputs = engine.handle(Submit(number, prompt, sampling) for number, prompt in zip(ids, prompts, strict=True))
         while engine.busy:
             outputs += engine.step().outputs
@@ -65,12 +66,12 @@ class Decodefleet:
                     raise RuntimeError(output.error)
                 waiting.discard(output.sequence_id)
             if not first and not waiting:
-                first = time.perf_counter() - begun
+                first, before = time.perf_counter() - begun, sum(counts.values())
             outputs = []
         total = time.perf_counter() - begun
         if set(counts.values()) != {new_tokens}:
             raise RuntimeError(f"{new_tokens} tokens were asked for, and the sequences have {sorted(set(counts.values()))}")
-        return Timing(first, total)
+        return Timing(first, total, sum(counts.values()) - before)
 
     def logprobs(self, windows: list[list[int]]) -> list[list[float]]:
         """As decoding has them: a token per window and step, keys and values read from the pool."""
@@ -85,8 +86,11 @@ class Decodefleet:
         backend = self._engine.backend
         if not isinstance(backend, MatrixLoop):
             return None
-        backend.matrix_loop(rows, 2)
-        return backend.matrix_loop(rows, _FLOOR_STEPS) / _FLOOR_STEPS
+        backend.products(rows)  # not measured: the first time touches memory
+        begun = time.perf_counter()
+        for _ in range(_FLOOR_STEPS):
+            backend.products(rows)
+        return (time.perf_counter() - begun) / _FLOOR_STEPS
 
     def _scored(self, windows: list[list[int]], each: int) -> list[list[float]]:
         """Nobody holds the pool's pages between generations: the scheduler and its prefix cache never see these."""

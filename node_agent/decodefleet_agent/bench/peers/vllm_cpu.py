@@ -44,16 +44,16 @@ class Vllm:
             self._requests += 1
             counts[str(self._requests)] = 0
             engine.add_request(str(self._requests), {"prompt_token_ids": prompt}, settings)
-        first = 0.0
+        first, before = 0.0, 0
         while engine.has_unfinished_requests():
             for output in engine.step():
                 counts[output.request_id] = len(output.outputs[0].token_ids)
             if not first and all(counts.values()):
-                first = time.perf_counter() - begun
+                first, before = time.perf_counter() - begun, sum(counts.values())
         total = time.perf_counter() - begun
         if set(counts.values()) != {new_tokens}:
             raise RuntimeError(f"{new_tokens} tokens were asked for, and the sequences have {sorted(set(counts.values()))}")
-        return Timing(first, total)
+        return Timing(first, total, sum(counts.values()) - before)
 
     def logprobs(self, windows: list[list[int]]) -> list[list[float]]:
         from vllm import SamplingParams
