@@ -5,19 +5,19 @@
 
 extern "C" {
 
-// Number formats of a packed matrix. Outputs go in tiles of 8, inputs in blocks of 32; a tile's blocks lie one after the other.
+// Number formats of a packed matrix. Outputs go in tiles of 16, inputs in blocks of 32; a tile's blocks lie one after the other.
 enum df_format : int32_t {
-    DF_Q4_0 = 0,  // block: 8 scales (fp16), 128 bytes of nibbles
-    DF_Q4_1 = 1,  // block: 8 scales (fp16), 8 minima (fp16), 128 bytes of nibbles
-    DF_Q8_0 = 2,  // block: 8 scales (fp16), 256 bytes
-    DF_INT8_ROTATED = 3,  // block: 256 bytes; one fp32 scale per output; the inputs are rotated
+    DF_Q4_0 = 0,  // block: 16 scales (fp16), 256 bytes of nibbles
+    DF_Q4_1 = 1,  // block: 16 scales (fp16), 16 minima (fp16), 256 bytes of nibbles
+    DF_Q8_0 = 2,  // block: 16 scales (fp16), 512 bytes
+    DF_INT8_ROTATED = 3,  // block: 512 bytes; one fp32 scale per output; the inputs are rotated
 };
 
 enum df_kv_format : int32_t { DF_KV_FP32 = 0, DF_KV_INT8 = 1 };
 
 struct df_linear {
     const uint8_t* data;
-    const float* output_scale;  // [outputs, padded to 8], DF_INT8_ROTATED only
+    const float* output_scale;  // [outputs, padded to 16], DF_INT8_ROTATED only
     const float* bias;  // [outputs] or null
     int32_t format;
     int32_t outputs;

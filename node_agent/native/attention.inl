@@ -2,18 +2,18 @@
 
 constexpr float NOTHING = -__builtin_inff();
 
-// Softmax weights of a partition's scores in place, zero beyond `tokens`; `end` is a multiple of 8.
+// Softmax weights of a partition's scores in place, zero beyond `tokens`; `end` is a multiple of 16.
 inline void weigh(float* scores, int tokens, int end, Partial& result) {
-    F8 top = all(NOTHING);
-    for (int t = 0; t < end; t += 8) {
-        F8 seen = first(tokens - t, load(scores + t), all(NOTHING));
+    F16 top = all(NOTHING);
+    for (int t = 0; t < end; t += 16) {
+        F16 seen = first(tokens - t, load(scores + t), all(NOTHING));
         store(scores + t, seen);
         top = max(top, seen);
     }
     result.top = largest(top);
-    F8 total = all(0.0f);
-    for (int t = 0; t < end; t += 8) {
-        F8 weight = first(tokens - t, exponential(load(scores + t) - all(result.top)), all(0.0f));
+    F16 total = all(0.0f);
+    for (int t = 0; t < end; t += 16) {
+        F16 weight = first(tokens - t, exponential(load(scores + t) - all(result.top)), all(0.0f));
         total = total + weight;
         store(scores + t, weight);
     }
@@ -22,25 +22,29 @@ inline void weigh(float* scores, int tokens, int end, Partial& result) {
 
 template <int R>
 void score_int8(AttentionPart& part, int end) {
-    for (int t = 0; t < end; t += 8) {
+    const int8_t* queries[R];
+    int32_t sums[R];
+    for (int r = 0; r < R; r++) {
+        queries[r] = part.int8_queries[r];
+        sums[r] = sum_int8(queries[r], part.dim);
+    }
+    for (int t = 0; t < end; t += PAGE) {
         const PageView& page = part.pages[t / PAGE];
-        I8 dot[R];
-        const int8_t* queries[R];
-        for (int r = 0; r < R; r++) queries[r] = part.int8_queries[r];
-        dot_bytes<R>(reinterpret_cast<const int8_t*>(page.keys) + t % PAGE * 4, 4 * PAGE, part.dim / 4, queries, dot);
-        F8 scale = load(page.key_scales + t % PAGE);
+        I16 dot[R];
+        dot_bytes<R>(reinterpret_cast<const int8_t*>(page.keys), 4 * PAGE, part.dim / 4, queries, sums, dot);
+        F16 scale = load(page.key_scales);
         for (int r = 0; r < R; r++) store(part.scratch + r * PARTITION + t, to_float(dot[r]) * (scale * all(part.scales[r])));
     }
 }
 
 template <int R>
 void score_fp32(AttentionPart& part, int end) {
-    for (int t = 0; t < end; t += 8) {
-        const float* keys = reinterpret_cast<const float*>(part.pages[t / PAGE].keys) + t % PAGE;
-        F8 dot[R];
+    for (int t = 0; t < end; t += PAGE) {
+        const float* keys = reinterpret_cast<const float*>(part.pages[t / PAGE].keys);
+        F16 dot[R];
         for (int r = 0; r < R; r++) dot[r] = all(0.0f);
         for (int d = 0; d < part.dim; d++) {
-            F8 key = load(keys + d * PAGE);
+            F16 key = load(keys + d * PAGE);
             for (int r = 0; r < R; r++) dot[r] = fma(all(part.queries[r][d]), key, dot[r]);
         }
         for (int r = 0; r < R; r++) store(part.scratch + r * PARTITION + t, dot[r]);
@@ -49,22 +53,22 @@ void score_fp32(AttentionPart& part, int end) {
 
 template <int R, bool INT8>
 void mix(AttentionPart& part, int tokens) {
-    for (int d = 0; d < part.dim; d += 32) {
-        F8 acc[R][4];
+    for (int d = 0; d < part.dim; d += 16 * MIXED_TOGETHER) {
+        F16 acc[R][MIXED_TOGETHER];
         for (int r = 0; r < R; r++)
-            for (int i = 0; i < 4; i++) acc[r][i] = all(0.0f);
-        for (int t = 0; t < tokens; t++) {
-            const uint8_t* values = part.pages[t / PAGE].values;
-            F8 weight[R];
-            for (int r = 0; r < R; r++) weight[r] = all(part.scratch[r * PARTITION + t]);
-            for (int i = 0; i < 4; i++) {
-                int at = t % PAGE * part.dim + d + 8 * i;
-                F8 value = INT8 ? load_int8(reinterpret_cast<const int8_t*>(values) + at) : load(reinterpret_cast<const float*>(values) + at);
-                for (int r = 0; r < R; r++) acc[r][i] = fma(weight[r], value, acc[r][i]);
+            for (int i = 0; i < MIXED_TOGETHER; i++) acc[r][i] = all(0.0f);
+        for (int from = 0; from < tokens; from += PAGE) {
+            const uint8_t* values = part.pages[from / PAGE].values;
+            for (int t = from; t < tokens && t < from + PAGE; t++) {
+                for (int i = 0; i < MIXED_TOGETHER; i++) {
+                    int at = (t - from) * part.dim + d + 16 * i;
+                    F16 value = INT8 ? load_int8(reinterpret_cast<const int8_t*>(values) + at) : load(reinterpret_cast<const float*>(values) + at);
+                    for (int r = 0; r < R; r++) acc[r][i] = fma(all(part.scratch[r * PARTITION + t]), value, acc[r][i]);
+                }
             }
         }
         for (int r = 0; r < R; r++)
-            for (int i = 0; i < 4; i++) store(part.result[r].values + d + 8 * i, acc[r][i]);
+            for (int i = 0; i < MIXED_TOGETHER; i++) store(part.result[r].values + d + 16 * i, acc[r][i]);
     }
 }
 
@@ -73,15 +77,15 @@ template <int R, bool INT8>
 void attend(AttentionPart& part) {
     int tokens = 0;
     for (int r = 0; r < R; r++) tokens = tokens < part.tokens[r] ? part.tokens[r] : tokens;
-    int end = (tokens + 7) / 8 * 8;
+    int end = (tokens + PAGE - 1) / PAGE * PAGE;
     INT8 ? score_int8<R>(part, end) : score_fp32<R>(part, end);
     for (int r = 0; r < R; r++) {
         float* scores = part.scratch + r * PARTITION;
         weigh(scores, part.tokens[r], end, part.result[r]);
         if (!INT8) continue;
-        for (int t = 0; t < end; t += 8) {
+        for (int t = 0; t < end; t += 16) {
             // What another sequence left in a scale may be anything.
-            F8 scale = first(tokens - t, load(part.pages[t / PAGE].value_scales + t % PAGE), all(0.0f));
+            F16 scale = first(tokens - t, load(part.pages[t / PAGE].value_scales), all(0.0f));
             store(scores + t, load(scores + t) * scale);
         }
     }
@@ -101,8 +105,8 @@ void combine(Partial& all_before, const Partial& next, int dim) {
     float before = exponential(all_before.top - top), after = exponential(next.top - top);
     all_before.top = top;
     all_before.sum = all_before.sum * before + next.sum * after;
-    for (int d = 0; d < dim; d += 8) {
-        F8 old = load(all_before.values + d) * all(before);
+    for (int d = 0; d < dim; d += 16) {
+        F16 old = load(all_before.values + d) * all(before);
         store(all_before.values + d, fma(load(next.values + d), all(after), old));
     }
 }

@@ -5,12 +5,38 @@
 
 namespace decodefleet {
 
-const Kernels* find_kernels(const char* name) {
+namespace {
+
 #if defined(__x86_64__)
-    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (avx2 && (!name || !std::strcmp(name, avx2_kernels.name))) return &avx2_kernels;
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+}
 #endif
-    return !name || !std::strcmp(name, portable_kernels.name) ? &portable_kernels : nullptr;
+
+bool runs_always() { return true; }
+
+// The best first.
+const struct {
+    const Kernels& kernels;
+    bool (*runs)();
+} TIERS[] = {
+#if defined(__x86_64__)
+    {avx512_kernels, has_avx512},
+    {avx2_kernels, has_avx2},
+#endif
+    {portable_kernels, runs_always},
+};
+
+}  // namespace
+
+const Kernels* find_kernels(const char* name) {
+    for (const auto& tier : TIERS) {
+        if ((!name || !std::strcmp(name, tier.kernels.name)) && tier.runs()) return &tier.kernels;
+    }
+    return nullptr;
 }
 
 }  // namespace decodefleet

@@ -7,7 +7,7 @@
 
 namespace decodefleet {
 
-constexpr int TILE = 8;  // outputs of a matrix that are computed together
+constexpr int TILE = 16;  // outputs of a matrix that are computed together
 constexpr int BLOCK = 32;  // inputs that share a scale
 constexpr int PAGE = 16;  // tokens
 constexpr int PARTITION = 256;  // tokens whose softmax is one piece
@@ -71,7 +71,7 @@ struct Kernels {
 
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)
-extern const Kernels avx2_kernels;
+extern const Kernels avx2_kernels, avx512_kernels;
 #endif
 
 // Null where no such tier can run; the best for a null name.
@@ -84,6 +84,9 @@ inline int rotation_of(const df_linear& w) {
 
 inline int tiles_of(const df_linear& w) { return (w.outputs + TILE - 1) / TILE; }
 
-inline int block_bytes(int format) { return format == DF_Q4_0 ? 144 : format == DF_Q4_1 ? 160 : format == DF_Q8_0 ? 272 : 256; }
+// Scales and minima of a block of a tile, fp16.
+constexpr int header_bytes(int format) { return format == DF_Q4_0 || format == DF_Q8_0 ? 2 * TILE : format == DF_Q4_1 ? 4 * TILE : 0; }
+
+constexpr int block_bytes(int format) { return header_bytes(format) + TILE * BLOCK / (format == DF_Q4_0 || format == DF_Q4_1 ? 2 : 1); }
 
 }  // namespace decodefleet

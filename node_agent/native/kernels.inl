@@ -1,4 +1,4 @@
-// The kernels, written once over eight lanes; a tier includes this after its lanes. Nothing here may come from the standard
+// The kernels, written once over sixteen lanes; a tier includes this after its lanes. Nothing here may come from the standard
 // library's templates: the linker could keep this tier's copy of one for the whole program.
 
 #include "kernels.h"
@@ -8,25 +8,25 @@ namespace {
 using namespace decodefleet;
 
 // Relative error below 2e-7; 1 for 0. Inputs beyond ±87 count as that.
-inline F8 exponential(F8 x) {
+inline F16 exponential(F16 x) {
     x = min(max(x, all(-87.0f)), all(87.0f));
-    F8 n = round(x * all(1.44269504f));
-    F8 r = fma(n, all(-0.693359375f), x);
+    F16 n = round(x * all(1.44269504f));
+    F16 r = fma(n, all(-0.693359375f), x);
     r = fma(n, all(2.12194440e-4f), r);
     constexpr float COEFFICIENTS[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-    F8 p = all(1.0f / 5040);
+    F16 p = all(1.0f / 5040);
     for (float c : COEFFICIENTS) p = fma(p, r, all(c));
     return p * power_of_two(n);
 }
 
 inline float exponential(float x) {
-    float lanes[8];
+    float lanes[16];
     store(lanes, exponential(all(x)));
     return lanes[0];
 }
 
 template <int FORMAT, int R>
-void tile(const uint8_t* w, int blocks, const Activations& x, int row, F8 (&acc)[R]) {
+void tile(const uint8_t* w, int blocks, const Activations& x, int row, F16 (&acc)[R]) {
     const int8_t* values[R];
     const float *scales[R], *weighted_sums[R];
     const int32_t* sums[R];
@@ -39,31 +39,33 @@ void tile(const uint8_t* w, int blocks, const Activations& x, int row, F8 (&acc)
         acc[r] = all(0.0f);
     }
     for (int b = 0; b < blocks; b++) {
-        I8 dot[R];
+        I16 dot[R];
         if constexpr (FORMAT == DF_Q4_0 || FORMAT == DF_Q4_1) {
-            dot_nibbles<R>(w + (FORMAT == DF_Q4_1 ? 32 : 16), values, dot);
+            dot_nibbles<R>(w + header_bytes(FORMAT), values, dot);
         } else {
-            dot_bytes<R>(reinterpret_cast<const int8_t*>(w) + (FORMAT == DF_Q8_0 ? 16 : 0), 32, 8, values, dot);
+            int32_t totals[R];
+            for (int r = 0; r < R; r++) totals[r] = sums[r][b];
+            dot_bytes<R>(reinterpret_cast<const int8_t*>(w) + header_bytes(FORMAT), 4 * TILE, 8, values, totals, dot);
         }
         for (int r = 0; r < R; r++) {
-            F8 scale = all(scales[r][b]);
+            F16 scale = all(scales[r][b]);
             if constexpr (FORMAT == DF_Q4_0) dot[r] = subtract(dot[r], 8 * sums[r][b]);
             if constexpr (FORMAT != DF_INT8_ROTATED) scale = load_half(w) * scale;
             acc[r] = fma(to_float(dot[r]), scale, acc[r]);
-            if constexpr (FORMAT == DF_Q4_1) acc[r] = fma(load_half(w + 16), all(weighted_sums[r][b]), acc[r]);
+            if constexpr (FORMAT == DF_Q4_1) acc[r] = fma(load_half(w + 2 * TILE), all(weighted_sums[r][b]), acc[r]);
             values[r] += BLOCK;
         }
-        w += FORMAT == DF_Q4_0 ? 144 : FORMAT == DF_Q4_1 ? 160 : FORMAT == DF_Q8_0 ? 272 : 256;
+        w += block_bytes(FORMAT);
     }
 }
 
 template <int FORMAT, int R>
 void tile_rows(const df_linear& w, int tile_index, const Activations& x, int row, float* to, int stride, bool add) {
     int blocks = w.inputs / BLOCK, at = tile_index * TILE, outputs = w.outputs - at < TILE ? w.outputs - at : TILE;
-    F8 acc[R];
+    F16 acc[R];
     tile<FORMAT, R>(w.data + static_cast<size_t>(tile_index) * blocks * block_bytes(FORMAT), blocks, x, row, acc);
     for (int r = 0; r < R; r++, to += stride) {
-        F8 y = acc[r];
+        F16 y = acc[r];
         if constexpr (FORMAT == DF_INT8_ROTATED) y = y * load(w.output_scale + at);
         if (outputs == TILE) {
             if (w.bias) y = y + load(w.bias + at);
@@ -79,15 +81,24 @@ void tile_rows(const df_linear& w, int tile_index, const Activations& x, int row
     }
 }
 
+// The last rows, fewer than R.
+template <int FORMAT, int R>
+void tile_rest(int rows, const df_linear& w, int tile_index, const Activations& x, int row, float* to, int stride, bool add) {
+    if constexpr (R > 1) {
+        rows == R - 1 ? tile_rows<FORMAT, R - 1>(w, tile_index, x, row, to, stride, add)
+                      : tile_rest<FORMAT, R - 1>(rows, w, tile_index, x, row, to, stride, add);
+    }
+}
+
 template <int FORMAT>
 void linear_of(const df_linear& w, int first_tile, int last_tile, const Activations& x, int first_row, int last_row, float* out, int stride, bool add) {
     for (int t = first_tile; t < last_tile; t++, out += TILE) {
         int row = first_row;
-        auto to = [&] { return out + static_cast<size_t>(row - first_row) * stride; };
-        for (; row + 4 <= last_row; row += 4) tile_rows<FORMAT, 4>(w, t, x, row, to(), stride, add);
-        if (last_row - row == 3) tile_rows<FORMAT, 3>(w, t, x, row, to(), stride, add);
-        if (last_row - row == 2) tile_rows<FORMAT, 2>(w, t, x, row, to(), stride, add);
-        if (last_row - row == 1) tile_rows<FORMAT, 1>(w, t, x, row, to(), stride, add);
+        float* to = out;
+        for (; row + ROWS_TOGETHER <= last_row; row += ROWS_TOGETHER, to += static_cast<size_t>(ROWS_TOGETHER) * stride) {
+            tile_rows<FORMAT, ROWS_TOGETHER>(w, t, x, row, to, stride, add);
+        }
+        if (row < last_row) tile_rest<FORMAT, ROWS_TOGETHER>(last_row - row, w, t, x, row, to, stride, add);
     }
 }
 
@@ -101,18 +112,18 @@ void linear(const df_linear& w, int first_tile, int last_tile, const Activations
 
 template <int WIDTH>
 inline void hadamard(float* x) {
-    constexpr int N = WIDTH / 8;
-    F8 a[N];
-    for (int i = 0; i < N; i++) a[i] = butterfly<4>(butterfly<2>(butterfly<1>(load(x + 8 * i))));
+    constexpr int N = WIDTH / 16;
+    F16 a[N];
+    for (int i = 0; i < N; i++) a[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load(x + 16 * i)))));
     for (int step = 1; step < N; step *= 2) {
         for (int i = 0; i < N; i++) {
             if (i & step) continue;
-            F8 low = a[i], high = a[i + step];
+            F16 low = a[i], high = a[i + step];
             a[i] = low + high;
             a[i + step] = low - high;
         }
     }
-    for (int i = 0; i < N; i++) store(x + 8 * i, a[i] * all(WIDTH == 64 ? 0.125f : 0.17677669529f));
+    for (int i = 0; i < N; i++) store(x + 16 * i, a[i] * all(WIDTH == 64 ? 0.125f : 0.17677669529f));
 }
 
 // The normalised Hadamard transform, its own inverse, of each `width` (32 or 64) values.
@@ -120,8 +131,8 @@ void rotate(float* x, int size, int width) {
     for (int i = 0; i < size; i += width) width == 64 ? hadamard<64>(x + i) : hadamard<32>(x + i);
 }
 
-// Eight outputs of a tile hold four bytes each of every four inputs.
-inline int packed_byte(const uint8_t* quants, int output, int input) { return quants[input / 4 * 32 + output * 4 + input % 4]; }
+// Sixteen outputs of a tile hold four bytes each of every four inputs.
+inline int packed_byte(const uint8_t* quants, int output, int input) { return quants[input / 4 * 4 * TILE + output * 4 + input % 4]; }
 
 void embed(const df_linear& w, int token, float* out) {
     int blocks = w.inputs / BLOCK, lane = token % TILE;
@@ -133,8 +144,8 @@ void embed(const df_linear& w, int token, float* out) {
         } else {
             store(scale, load_half(block));
         }
-        if (w.format == DF_Q4_1) store(minimum, load_half(block + 16));
-        const uint8_t* quants = block + (w.format == DF_Q4_1 ? 32 : w.format == DF_INT8_ROTATED ? 0 : 16);
+        if (w.format == DF_Q4_1) store(minimum, load_half(block + 2 * TILE));
+        const uint8_t* quants = block + header_bytes(w.format);
         for (int i = 0; i < BLOCK; i++) {
             int value;
             if (w.format == DF_Q4_0 || w.format == DF_Q4_1) {
@@ -150,26 +161,26 @@ void embed(const df_linear& w, int token, float* out) {
 }
 
 void norm(const float* x, const float* weight, int size, float epsilon, float* out) {
-    F8 squares = all(0.0f);
-    for (int i = 0; i < size; i += 8) squares = fma(load(x + i), load(x + i), squares);
-    F8 factor = all(1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(size) + epsilon));
-    for (int i = 0; i < size; i += 8) store(out + i, load(x + i) * factor * load(weight + i));
+    F16 squares = all(0.0f);
+    for (int i = 0; i < size; i += 16) squares = fma(load(x + i), load(x + i), squares);
+    F16 factor = all(1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(size) + epsilon));
+    for (int i = 0; i < size; i += 16) store(out + i, load(x + i) * factor * load(weight + i));
 }
 
-inline F8 quantized(F8 x, F8 inverse) { return round(min(max(x * inverse, all(-127.0f)), all(127.0f))); }
+inline F16 quantized(F16 x, F16 inverse) { return round(min(max(x * inverse, all(-127.0f)), all(127.0f))); }
 
 void quantize(float* x, int size, int rotation, const Activations& out, int row, int start) {
     if (rotation) rotate(x, size, rotation);
     size_t at = static_cast<size_t>(row) * out.inputs + start;
     for (int i = 0; i < size; i += BLOCK, at += BLOCK) {
-        F8 a[4], top = all(0.0f);
-        for (int j = 0; j < 4; j++) {
-            a[j] = load(x + i + 8 * j);
+        F16 a[2], top = all(0.0f);
+        for (int j = 0; j < 2; j++) {
+            a[j] = load(x + i + 16 * j);
             top = max(top, abs(a[j]));
         }
         float size_of = largest(top), scale = size_of / 127.0f;
-        F8 inverse = all(size_of > 0 ? 127.0f / size_of : 0.0f);
-        for (int j = 0; j < 4; j++) a[j] = quantized(a[j], inverse);
+        F16 inverse = all(size_of > 0 ? 127.0f / size_of : 0.0f);
+        for (F16& one : a) one = quantized(one, inverse);
         int32_t total = store_int8(out.values + at, a);
         out.scales[at / BLOCK] = scale;
         out.sums[at / BLOCK] = total;
@@ -178,28 +189,27 @@ void quantize(float* x, int size, int rotation, const Activations& out, int row,
 }
 
 void swiglu(const float* gate, const float* up, int size, float* out) {
-    for (int i = 0; i < size; i += 8) {
-        F8 g = load(gate + i);
+    for (int i = 0; i < size; i += 16) {
+        F16 g = load(gate + i);
         store(out + i, g / (all(1.0f) + exponential(all(0.0f) - g)) * load(up + i));
     }
 }
 
 void rope(float* head, const float* cosine, const float* sine, int dim) {
-    for (int i = 0; i < dim / 2; i += 8) {
-        F8 low = load(head + i), high = load(head + dim / 2 + i), c = load(cosine + i), s = load(sine + i);
+    for (int i = 0; i < dim / 2; i += 16) {
+        F16 low = load(head + i), high = load(head + dim / 2 + i), c = load(cosine + i), s = load(sine + i);
         store(head + i, low * c - high * s);
         store(head + dim / 2 + i, high * c + low * s);
     }
 }
 
 float quantize_head(const float* x, int dim, int8_t* out) {
-    F8 top = all(0.0f);
-    for (int i = 0; i < dim; i += 8) top = max(top, abs(load(x + i)));
+    F16 top = all(0.0f);
+    for (int i = 0; i < dim; i += 16) top = max(top, abs(load(x + i)));
     float size_of = largest(top);
-    F8 inverse = all(size_of > 0 ? 127.0f / size_of : 0.0f);
+    F16 inverse = all(size_of > 0 ? 127.0f / size_of : 0.0f);
     for (int i = 0; i < dim; i += BLOCK) {
-        F8 a[4];
-        for (int j = 0; j < 4; j++) a[j] = quantized(load(x + i + 8 * j), inverse);
+        F16 a[] = {quantized(load(x + i), inverse), quantized(load(x + i + 16), inverse)};
         store_int8(out + i, a);
     }
     return size_of / 127.0f;

@@ -1,4 +1,4 @@
-"""Matrices in the native kernels' layout: tiles of 8 outputs, blocks of 32 inputs, four inputs of each output side by side."""
+"""Matrices in the native kernels' layout: tiles of 16 outputs, blocks of 32 inputs, four inputs of each output side by side."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decodefleet_agent.engine.backends import native
 from decodefleet_agent.engine.backends.native import Format
 from decodefleet_agent.engine.weights import Blocks
 
-TILE, BLOCK = 8, 32
+TILE, BLOCK = 16, 32
 _CHUNK = 32 << 20
 _ALIGNMENT = 64
 _HEADER = {Format.Q4_0: 2, Format.Q4_1: 4, Format.Q8_0: 2}  # bytes of scale and minimum before a block's values
