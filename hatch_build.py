@@ -22,7 +22,7 @@ LIBRARY = Path("node_agent/decodefleet_agent/engine/backends/libdecodefleet.so")
 FLAGS = ["-std=c++17", "-O3", "-g1", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
 # Each tier may use its own instructions; whether the processor has them is asked when the program runs.
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
-TIER_FLAGS = {"tier_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"], "tier_avx512.cpp": _AVX512}
+TIER_FLAGS = {"tier_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"], "tier_avx512.cpp": _AVX512, "tier_amx.cpp": [*_AVX512, "-mamx-tile", "-mamx-int8"]}
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 
 

@@ -15,7 +15,7 @@ from decodefleet_agent.engine.backends.packing import Arena, Packed, pack_blocks
 from decodefleet_agent.engine.weights import Blocks
 
 pytestmark = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native library was not built: there is no C++ compiler")
-TIERS = ("portable", "avx2", "avx512")
+TIERS = ("portable", "avx2", "avx512", "amx")
 LIMIT = 1e-5
 
 
