@@ -27,6 +27,7 @@ _ENGINE_COUNTERS = {
     "preemptions": ("preemptions", "Sequences that gave up their pages to others."),
     "steps": ("steps", "Steps of the engine."),
     "busy_seconds": ("busy_seconds", "Seconds that the engine spent in steps."),
+    "backend_seconds": ("backend_seconds", "Seconds of them that the backend computed."),
 }
 _ENGINE_GAUGES = {
     "queued_prompt_tokens": ("queued_prompt_tokens", "Prompt tokens not yet computed, of waiting and running sequences."),

@@ -1,0 +1,83 @@
+// What sampling does to a whole row of logits; included by each tier. Plain loops that a compiler makes vectors of, in an order of
+// additions that does not depend on their width.
+
+// Writes the largest of each 64 logits to `tops`; false where one is not finite.
+bool scan(const float* x, int size, float* tops) {
+    uint32_t wrong = 0;
+    for (int at = 0; at < size; at += SCAN, tops++) {
+        if (size - at >= SCAN) {
+            float lane[16];
+            uint32_t bad[16] = {};
+            for (int j = 0; j < 16; j++) lane[j] = x[at + j];
+            for (int i = 0; i < SCAN; i += 16) {
+                for (int j = 0; j < 16; j++) {
+                    float value = x[at + i + j];
+                    lane[j] = value > lane[j] ? value : lane[j];
+                    bad[j] |= !(__builtin_fabsf(value) <= 3.402823466e+38f);
+                }
+            }
+            float top = lane[0];
+            for (int j = 0; j < 16; j++) {
+                top = lane[j] > top ? lane[j] : top;
+                wrong |= bad[j];
+            }
+            *tops = top;
+            continue;
+        }
+        *tops = x[at];
+        for (int i = at; i < size; i++) {
+            *tops = x[i] > *tops ? x[i] : *tops;
+            wrong |= !(__builtin_fabsf(x[i]) <= 3.402823466e+38f);
+        }
+    }
+    return !wrong;
+}
+
+// To fp64, filled up to a multiple of 64 with what nothing draws.
+void widen(const float* x, int size, double* z) {
+    for (int i = 0; i < size; i++) z[i] = static_cast<double>(x[i]);
+    for (int i = size; i % SCAN; i++) z[i] = -__builtin_inf();
+}
+
+// Divides by the temperature in place, and writes the largest of each 64 to `tops`. `size` is a multiple of 64.
+void temper(double* z, int size, double temperature, double* tops) {
+    for (int at = 0; at < size; at += SCAN, tops++) {
+        double lane[8];
+        for (int j = 0; j < 8; j++) lane[j] = -__builtin_inf();
+        for (int i = at; i < at + SCAN; i += 8) {
+            for (int j = 0; j < 8; j++) {
+                double value = z[i + j] / temperature;
+                z[i + j] = value;
+                lane[j] = value > lane[j] ? value : lane[j];
+            }
+        }
+        *tops = lane[0];
+        for (double one : lane) *tops = one > *tops ? one : *tops;
+    }
+}
+
+// exp(z - top) of 64 values; returns their sum. Relative error below 1e-15; what is below e^-700 counts as that.
+double weigh(const double* z, double top, double* weights) {
+    constexpr double SHIFT = 6755399441055744.0;  // 1.5 · 2^52: adding it leaves the nearest whole number in the lowest bits
+    constexpr double COEFFICIENTS[] = {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
+                                       1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5,         1.0,        1.0};
+    double sums[8] = {};
+    for (int i = 0; i < SCAN; i += 8) {
+        for (int j = 0; j < 8; j++) {
+            double x = z[i + j] - top;
+            x = x > -700.0 ? x : -700.0;
+            double shifted = x * 1.4426950408889634 + SHIFT, n = shifted - SHIFT;
+            double r = (x - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
+            double p = 1.0 / 479001600;
+            for (double c : COEFFICIENTS) p = p * r + c;
+            int64_t exponent, bits;
+            __builtin_memcpy(&exponent, &shifted, 8);
+            __builtin_memcpy(&bits, &p, 8);
+            bits += static_cast<int64_t>(static_cast<uint64_t>(exponent) << 52);
+            __builtin_memcpy(&p, &bits, 8);
+            weights[i + j] = p;
+            sums[j] += p;
+        }
+    }
+    return ((sums[0] + sums[4]) + (sums[1] + sums[5])) + ((sums[2] + sums[6]) + (sums[3] + sums[7]));
+}
