@@ -91,6 +91,10 @@ int Sampler::drawn_in_order(const df_draw& draw, int size, double top) {
     double total = 0;
     for (int block = 0; block < blocks; block++) {
         double* weights = &weights_[block * SCAN];
+        if (draw.min_p > 0 && tops_[block] < top + std::log(draw.min_p) - 1e-6) {
+            sums_[block] = 0;
+            continue;
+        }
         sums_[block] = kernels_.weigh(&z_[block * SCAN], top, weights);
         if (draw.min_p > 0) {
             sums_[block] = 0;
@@ -126,7 +130,7 @@ int Sampler::drawn_from_likeliest(const df_draw& draw, int size, double top) {
     if (keep == size) {
         for (int first = 0; first < size; first += SCAN) total += kernels_.weigh(&z_[first], top, &weights_[first]);
     }
-    for (double gap = 4;; gap *= 2) {
+    for (double gap = 4;; gap *= 1.25) {
         gather(gap > 700 ? -std::numeric_limits<double>::infinity() : top - gap, size);
         if (candidates_.size() >= static_cast<size_t>(keep) || gap > 700) break;
         if (keep < size || draw.top_p >= 1) continue;

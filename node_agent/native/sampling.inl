@@ -3,34 +3,26 @@
 
 // Writes the largest of each 64 logits to `tops`; false where one is not finite.
 bool scan(const float* x, int size, float* tops) {
-    uint32_t wrong = 0;
-    for (int at = 0; at < size; at += SCAN, tops++) {
-        if (size - at >= SCAN) {
-            float lane[16];
-            uint32_t bad[16] = {};
-            for (int j = 0; j < 16; j++) lane[j] = x[at + j];
-            for (int i = 0; i < SCAN; i += 16) {
-                for (int j = 0; j < 16; j++) {
-                    float value = x[at + i + j];
-                    lane[j] = value > lane[j] ? value : lane[j];
-                    bad[j] |= !(__builtin_fabsf(value) <= 3.402823466e+38f);
-                }
-            }
-            float top = lane[0];
-            for (int j = 0; j < 16; j++) {
-                top = lane[j] > top ? lane[j] : top;
-                wrong |= bad[j];
-            }
-            *tops = top;
-            continue;
+    F16 wrong = all(0.0f);  // zero times what is not finite is not a number
+    int at = 0;
+    for (; at + SCAN <= size; at += SCAN) {
+        F16 top = load(x + at);
+        for (int i = 0; i < SCAN; i += 16) {
+            F16 value = load(x + at + i);
+            top = max(top, value);
+            wrong = fma(value, all(0.0f), wrong);
         }
-        *tops = x[at];
-        for (int i = at; i < size; i++) {
-            *tops = x[i] > *tops ? x[i] : *tops;
-            wrong |= !(__builtin_fabsf(x[i]) <= 3.402823466e+38f);
-        }
+        *tops++ = largest(top);
     }
-    return !wrong;
+    float lanes[16], rest = 0;
+    store(lanes, wrong);
+    for (float lane : lanes) rest += lane;
+    if (at < size) *tops = x[at];
+    for (; at < size; at++) {
+        *tops = x[at] > *tops ? x[at] : *tops;
+        rest += x[at] * 0.0f;
+    }
+    return rest == 0;
 }
 
 // To fp64, filled up to a multiple of 64 with what nothing draws.
