@@ -26,16 +26,25 @@ class EngineDied(Exception):
 
 
 class Inbox:
-    """Outputs of one request's sequences, in order, until it is closed or failed."""
+    """Outputs of one request's sequences, in order, until it is closed or failed.
 
-    def __init__(self) -> None:
+    `interval`: seconds after one `take` for which the next waits, unless a sequence ends.
+    """
+
+    def __init__(self, interval: float = 0.0) -> None:
+        self._interval = interval
+        self._due = 0.0  # on the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
         self._outputs: list[Output] = []
         self._error: Exception | None = None
         self._ready = asyncio.Event()
 
     def put(self, output: Output) -> None:
         self._outputs.append(output)
-        self._ready.set()
+        if not self._interval or output.finish:
+            self._ready.set()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_at(self._due, self._ready.set)
 
     def fail(self, error: Exception) -> None:
         """The request ends with the error once what came before is taken."""
@@ -46,6 +55,11 @@ class Inbox:
         """All that is there, at least one output. Raises what `fail` was given."""
         await self._ready.wait()
         self._ready.clear()
+        if self._interval:
+            self._due = asyncio.get_running_loop().time() + self._interval
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
         outputs, self._outputs = self._outputs, []
         if self._error is not None:
             self._ready.set()
