@@ -118,9 +118,11 @@ class Metrics:
     def observe_step(self, stats: Stats) -> None:
         """Takes the engine's numbers; its counters never fall, since the agent ends with the engine."""
         for field, gauge in self._engine_gauges.items():
-            gauge.set(getattr(stats, field))
+            if (value := getattr(stats, field)) != getattr(self._last, field):
+                gauge.set(value)
         for field, counter in self._engine_counters.items():
-            counter.inc(getattr(stats, field) - getattr(self._last, field))
+            if more := getattr(stats, field) - getattr(self._last, field):
+                counter.inc(more)
         if stats.steps > self._last.steps and stats.batch:
             self.step_time.observe(stats.step_seconds)
             self.batch_size.observe(stats.batch)
