@@ -85,7 +85,7 @@ class Engine:
         """Computes one batch, and says what came of it."""
         return self.report(self.advance())
 
-    def advance(self, meanwhile: Callable[[], None] | None = None) -> Step:
+    def advance(self, meanwhile: Callable[[], object] | None = None) -> Step:
         """Computes one batch. `meanwhile` runs beside the backend, when the engine is at rest: the place to report the step before."""
         started = time.monotonic()
         situation = self.scheduler.situation(self.targets, self.cost)
@@ -110,7 +110,7 @@ class Engine:
         stats = self.stats(step_seconds=step.seconds, batch=len(step.batch.spans), batch_tokens=step.batch.rows)
         return StepResult(step.fresh.complete(), stats)
 
-    def _run(self, batch: Batch, meanwhile: Callable[[], None] | None) -> tuple[np.ndarray, list[int | str]]:
+    def _run(self, batch: Batch, meanwhile: Callable[[], object] | None) -> tuple[np.ndarray, list[int | str]]:
         """Logits and tokens of the rows that sample."""
         draws = [self.sequences[span.sequence_id] for span in batch.spans if span.samples]
         if meanwhile is not None:

@@ -11,12 +11,12 @@ class Helper:
     """Runs one function at a time: between `start` and `wait`, while the caller is in native code that holds no lock of Python's."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="helper", daemon=True)
         self._thread.start()
 
-    def start(self, work: Callable[[], None]) -> None:
+    def start(self, work: Callable[[], object]) -> None:
         self._work.put(work)
 
     def wait(self) -> None:

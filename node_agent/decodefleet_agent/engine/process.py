@@ -53,7 +53,7 @@ def _serve(channel: Channel) -> None:
 
 def _steps(channel: Channel, engine: Engine) -> None:
     """Until the server says stop. Each step is told while the next one runs; the last one before the engine rests, at once."""
-    tell: Callable[[], None] = _nothing
+    tell: Callable[[], object] = _nothing
     while True:
         if not engine.busy:
             tell()
