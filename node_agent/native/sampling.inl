@@ -26,13 +26,13 @@ bool scan(const float* x, int size, float* tops) {
 }
 
 // To fp64, filled up to a multiple of 64 with what nothing draws.
-void widen(const float* x, int size, double* z) {
+void widen(const float* __restrict x, int size, double* __restrict z) {
     for (int i = 0; i < size; i++) z[i] = static_cast<double>(x[i]);
     for (int i = size; i % SCAN; i++) z[i] = -__builtin_inf();
 }
 
 // Divides by the temperature in place, and writes the largest of each 64 to `tops`. `size` is a multiple of 64.
-void temper(double* z, int size, double temperature, double* tops) {
+void temper(double* __restrict z, int size, double temperature, double* __restrict tops) {
     for (int at = 0; at < size; at += SCAN, tops++) {
         double lane[8];
         for (int j = 0; j < 8; j++) lane[j] = -__builtin_inf();
@@ -49,7 +49,7 @@ void temper(double* z, int size, double temperature, double* tops) {
 }
 
 // exp(z - top) of 64 values; returns their sum. Relative error below 1e-15; what is below e^-700 counts as that.
-double weigh(const double* z, double top, double* weights) {
+double weigh(const double* __restrict z, double top, double* __restrict weights) {
     constexpr double SHIFT = 6755399441055744.0;  // 1.5 · 2^52: adding it leaves the nearest whole number in the lowest bits
     constexpr double COEFFICIENTS[] = {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
                                        1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5,         1.0,        1.0};
