@@ -61,12 +61,14 @@ def _steps(channel: Channel, engine: Engine) -> None:
         commands = [item for frame in channel.receive(wait=not engine.busy) for item in decode_commands(frame).items]
         if any(isinstance(item, Stop) for item in commands):
             return
+        if commands:  # told before they change what it tells of
+            tell()
+            tell = _nothing
         outputs = engine.handle(item for item in commands if not isinstance(item, Stop))
         if engine.busy:
             tell = partial(_tell, channel, engine, engine.advance(tell), outputs)
         else:
-            tell()
-            tell = partial(channel.send, encode(StepResult(outputs, engine.stats())))
+            channel.send(encode(StepResult(outputs, engine.stats())))
 
 
 def _nothing() -> None: ...
