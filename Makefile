@@ -15,7 +15,7 @@ BENCH_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help up install native native-sanitize test lint e2e mutate proto crd docs-reference bench bench-peers bench-vllm bench-chunking bench-warmup clean
+.PHONY: help up install native native-sanitize test lint e2e mutate proto crd docs-reference bench bench-peers bench-vllm bench-chunking bench-streaming bench-warmup clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,7 +41,7 @@ $(NATIVE): hatch_build.py $(wildcard node_agent/native/*)
 native-sanitize: $(INSTALLED) ## the native backend's tests under the address and undefined-behaviour sanitizers
 	$(BIN)/python hatch_build.py sanitize
 	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	    $(BIN)/pytest tests/agent/test_cpu_kernels.py tests/agent/test_engine_contract.py -k 'not reference and not demo' $(PYTEST_ARGS); \
+	    $(BIN)/pytest tests/agent/test_cpu_kernels.py tests/agent/test_native_sampling.py tests/agent/test_engine_contract.py -k 'not reference and not demo' $(PYTEST_ARGS); \
 	    status=$$?; $(BIN)/python hatch_build.py; exit $$status
 
 test: native ## unit, agent and operator tests; those of the operator need KUBEBUILDER_ASSETS or the programs on PATH
@@ -60,6 +60,9 @@ mutate: $(INSTALLED) ## break the planner, the engine and the chart, one at a ti
 
 bench-chunking: $(INSTALLED) ## a long prompt beside 15 decoding streams, in chunks against in one piece; fails beyond its limits
 	$(BIN)/python tools/bench_chunking.py $(BENCH_ARGS)
+
+bench-streaming: $(INSTALLED) ## decode throughput over gRPC against the engine alone, on two cores; fails beyond its limits
+	$(BIN)/python tools/bench_streaming.py $(BENCH_ARGS)
 
 bench-warmup: $(INSTALLED) ## the first request after an agent serves against those that follow; fails beyond its limit
 	$(BIN)/python tools/bench_warmup.py $(BENCH_ARGS)

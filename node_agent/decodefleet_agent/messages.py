@@ -91,6 +91,7 @@ class Stats(msgspec.Struct, frozen=True):
     preemptions: int = 0
     steps: int = 0
     busy_seconds: float = 0.0
+    backend_seconds: float = 0.0  # of the busy ones, those that the backend took
     step_seconds: float = 0.0  # of this step
     batch: int = 0  # sequences in this step
     batch_tokens: int = 0  # rows in this step

@@ -53,6 +53,16 @@ struct df_batch {
     int32_t rows, spans, samples;
 };
 
+// How a row's token is drawn; the same meaning as in engine/sampling.py.
+struct df_draw {
+    double temperature, top_p, min_p, repetition, presence, frequency;
+    uint64_t seed, sample, position;  // the key of the random number
+    const int32_t* token_ids;  // prompt and output, [tokens]; read for penalties only
+    int32_t tokens, prompt_tokens;
+    int32_t top_k;  // 0 for no limit
+    int32_t padding;
+};
+
 struct df_engine;
 
 // The best tier this processor runs, or the named one: "avx2", "portable". Null where there is none of that name or it cannot run.
@@ -62,6 +72,8 @@ df_engine* df_create(const df_model* model, const char* tier, int32_t threads);
 void df_destroy(df_engine* engine);
 void df_set_pool(df_engine* engine, uint8_t* pool, int64_t pages);  // [layers, pages, page bytes]
 void df_step(df_engine* engine, const df_batch* batch);
+// The token of each row of logits, [rows, vocabulary]: as `draws` say, the likeliest for null; -1 where a logit is not finite.
+void df_sample(df_engine* engine, const float* logits, int32_t rows, int32_t vocabulary, const df_draw* draws, int32_t* token_ids);
 // The matrix products of a step of so many rows, and nothing else: the floor that a step is measured against.
 void df_products(df_engine* engine, int32_t rows, int32_t samples);
 
@@ -70,5 +82,7 @@ void df_linear_rows(const char* tier, const df_linear* linear, const float* x, i
 void df_embed(const char* tier, const df_linear* linear, int32_t token, float* out);
 void df_rms_norm(const char* tier, const float* x, const float* weight, int32_t size, float epsilon, float* out);
 void df_swiglu(const char* tier, const float* gate, const float* up, int32_t size, float* out);
+double df_uniform(uint64_t seed, uint64_t sample, uint64_t position);
+void df_sample_rows(const char* tier, const float* logits, int32_t rows, int32_t vocabulary, const df_draw* draws, int32_t* token_ids);
 void df_attention(const char* tier, const df_model* model, const df_batch* batch, const float* qkv, uint8_t* pool, int64_t pages, int32_t threads, float* out);
 }

@@ -28,6 +28,10 @@ void df_set_pool(df_engine* engine, uint8_t* pool, int64_t pages) { engine->engi
 
 void df_step(df_engine* engine, const df_batch* batch) { engine->engine.step(*batch); }
 
+void df_sample(df_engine* engine, const float* logits, int32_t rows, int32_t vocabulary, const df_draw* draws, int32_t* token_ids) {
+    engine->engine.sample(logits, rows, vocabulary, draws, token_ids);
+}
+
 void df_products(df_engine* engine, int32_t rows, int32_t samples) { engine->engine.products(rows, samples); }
 
 void df_linear_rows(const char* tier, const df_linear* linear, const float* x, int32_t rows, float* out) {
@@ -54,6 +58,13 @@ void df_rms_norm(const char* tier, const float* x, const float* weight, int32_t 
 void df_swiglu(const char* tier, const float* gate, const float* up, int32_t size, float* out) {
     FlushDenormals flush;
     find_kernels(tier)->swiglu(gate, up, size, out);
+}
+
+double df_uniform(uint64_t seed, uint64_t sample, uint64_t position) { return uniform(seed, sample, position); }
+
+void df_sample_rows(const char* tier, const float* logits, int32_t rows, int32_t vocabulary, const df_draw* draws, int32_t* token_ids) {
+    Sampler sampler(*find_kernels(tier));
+    for (int r = 0; r < rows; r++) token_ids[r] = sampler.choose(logits + static_cast<size_t>(r) * vocabulary, vocabulary, draws ? draws + r : nullptr);
 }
 
 void df_attention(const char* tier, const df_model* model, const df_batch* batch, const float* qkv, uint8_t* pool, int64_t pages,

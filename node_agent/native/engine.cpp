@@ -43,7 +43,7 @@ const Activations& ActivationBuffer::resize(int rows) {
 }
 
 Engine::Engine(const df_model& model, const Kernels& kernels, int threads)
-    : model_(model), kernels_(kernels), threads_(threads), attention_(model_, kernels_, threads_), hidden_(model.hidden),
+    : model_(model), kernels_(kernels), threads_(threads), attention_(model_, kernels_, threads_), samplers_(threads, Sampler(kernels)), hidden_(model.hidden),
       attended_(model.heads * model.head_dim), intermediate_(model.intermediate),
       scratch_size_(std::max<size_t>(model.hidden, 2 * ROWS * 64)) {
     scratch_.resize(scratch_size_ * threads);
@@ -90,6 +90,15 @@ void Engine::step(const df_batch& batch) {
         });
         const df_linear* head = &model_.head;
         matrix(&head, 1, hidden_.get(), batch.samples, batch.logits, model_.head.outputs, false);
+    });
+}
+
+void Engine::sample(const float* logits, int rows, int vocabulary, const df_draw* draws, int32_t* token_ids) {
+    threads_.run([&](int thread) {
+        threads_.phase(rows, [&](int row) {
+            const float* x = logits + static_cast<size_t>(row) * vocabulary;
+            token_ids[row] = samplers_[thread].choose(x, vocabulary, draws ? draws + row : nullptr);
+        });
     });
 }
 

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "kernels.h"
+#include "sampling.h"
 #include "threads.h"
 
 namespace decodefleet {
@@ -30,6 +31,7 @@ class Engine {
 
     void set_pool(uint8_t* pool, int64_t pages) { attention_.set_pool(pool, pages); }
     void step(const df_batch& batch);
+    void sample(const float* logits, int rows, int vocabulary, const df_draw* draws, int32_t* token_ids);
     void products(int rows, int samples);
 
   private:
@@ -43,6 +45,7 @@ class Engine {
     const Kernels& kernels_;
     Threads threads_;
     Attention attention_;
+    std::vector<Sampler> samplers_;  // [threads]
     ActivationBuffer hidden_, attended_, intermediate_;
     std::vector<float> x_, qkv_, products_;
     std::vector<float> scratch_;  // [threads, scratch_size_]

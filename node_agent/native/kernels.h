@@ -12,6 +12,7 @@ constexpr int TILE = 16;  // outputs of a matrix that are computed together
 constexpr int BLOCK = 32;  // inputs that share a scale
 constexpr int PAGE = 16;  // tokens
 constexpr int PARTITION = 256;  // tokens whose softmax is one piece
+constexpr int SCAN = 64;  // logits that sampling looks at together
 constexpr int GROUP = 3;  // query heads that read keys and values together
 
 // Rows quantised to int8 in blocks of 32. Kernels may read up to a multiple of 16 rows.
@@ -73,6 +74,11 @@ struct Kernels {
     void (*attend_fp32)(AttentionPart& part);
     // Adds the next partition to what was combined before it.
     void (*combine)(Partial& all, const Partial& next, int dim);
+    // See sampling.inl.
+    bool (*scan)(const float* x, int size, float* tops);
+    void (*widen)(const float* x, int size, double* z);
+    void (*temper)(double* z, int size, double temperature, double* tops);
+    double (*weigh)(const double* z, double top, double* weights);
 };
 
 // While a thread computes matrices.

@@ -82,7 +82,9 @@ void Threads::barrier() {
     auto until = std::chrono::steady_clock::now() + SPIN;
     for (int turn = 1; generation_.load(std::memory_order_acquire) == now; turn++) {
         pause();
-        if (turn % 64 || std::chrono::steady_clock::now() < until) continue;
+        if (turn % 64) continue;
+        std::this_thread::yield();  // to whoever needs this core, which may be the thread that is waited for
+        if (std::chrono::steady_clock::now() < until) continue;
         sleepers_.fetch_add(1, std::memory_order_seq_cst);
         while (generation_.load(std::memory_order_seq_cst) == now) sleep_while(generation_, now);
         sleepers_.fetch_sub(1, std::memory_order_relaxed);

@@ -65,7 +65,9 @@ class Result:
             self.usage = response.usage
 
 
-def build_request(prompt: Input, *, request_id: str = "", priority: int = 0, **sampling: Any) -> pb.GenerateRequest:
+def build_request(
+    prompt: Input, *, request_id: str = "", priority: int = 0, message_interval: float = 0.0, **sampling: Any
+) -> pb.GenerateRequest:
     """A str is raw text, (role, content) pairs are chat messages, ints are token ids; `sampling` holds fields of Sampling.
 
     Raises ValueError for a field that Sampling does not have.
@@ -75,7 +77,9 @@ def build_request(prompt: Input, *, request_id: str = "", priority: int = 0, **s
         known = ", ".join(pb.Sampling.DESCRIPTOR.fields_by_name)
         raise ValueError(f"{', '.join(sorted(unknown))}: not a field of Sampling; it has {known}")
     given = {name: value for name, value in sampling.items() if value is not None}
-    request = pb.GenerateRequest(request_id=request_id, priority=priority, sampling=pb.Sampling(**given))
+    request = pb.GenerateRequest(
+        request_id=request_id, priority=priority, message_interval=message_interval, sampling=pb.Sampling(**given)
+    )
     if isinstance(prompt, str):
         request.prompt = prompt
         return request

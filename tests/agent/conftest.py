@@ -219,9 +219,18 @@ class Answer:
         return self.deltas(sample)[-1].finish_reason
 
 
-def ask(prompt: str | None = None, *, request_id: str = "", chat: list[tuple[str, str]] | None = None, **sampling: Any):
+def ask(
+    prompt: str | None = None,
+    *,
+    request_id: str = "",
+    chat: list[tuple[str, str]] | None = None,
+    message_interval: float = 0.0,
+    **sampling: Any,
+):
     """A GenerateRequest with these sampling fields."""
-    request = decoding_pb2.GenerateRequest(request_id=request_id, sampling=decoding_pb2.Sampling(**sampling))
+    request = decoding_pb2.GenerateRequest(
+        request_id=request_id, message_interval=message_interval, sampling=decoding_pb2.Sampling(**sampling)
+    )
     if chat is not None:
         request.chat.messages.extend(decoding_pb2.ChatMessage(role=role, content=content) for role, content in chat)
     elif prompt is not None:

@@ -28,6 +28,7 @@ from decodefleet_agent.engine.controllers.base import Controller, Decision, Limi
 from decodefleet_agent.engine.controllers.static import static
 from decodefleet_agent.engine.engine import Engine
 from decodefleet_agent.engine.kv_pool import KVPool
+from decodefleet_agent.engine.sequence import Sequence
 from decodefleet_agent.engine.settings import chunk as settings_chunk
 from decodefleet_agent.engine.weights import load
 from decodefleet_agent.messages import Sampling, Submit
@@ -67,6 +68,9 @@ class Recorder:
             assert span.start + span.length not in rows, "a token was sampled twice"
             rows[span.start + span.length] = row.copy()
         return logits
+
+    def sample(self, logits: np.ndarray, draws: list[Sequence]) -> list[int | str]:
+        return self.backend.sample(logits, draws)
 
 
 Result = tuple[list[int], dict[int, np.ndarray]]

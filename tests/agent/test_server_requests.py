@@ -86,6 +86,11 @@ def test_refusals_are_counted_and_nothing_is_left(echo, tools) -> None:
     assert after.arrived_requests == before.arrived_requests and after.running + after.waiting == 0
 
 
+@pytest.mark.parametrize("interval", [-0.1, 1.5, float("nan")])
+def test_an_interval_out_of_bounds_is_refused(echo, tools, interval: float) -> None:
+    refused(echo, tools.ask("x", message_interval=interval), ["message_interval", f"{interval:g}", "[0, 1]"])
+
+
 def refused(agent, request, words: list[str], code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         list(agent.decoding.Generate(request, timeout=60))

@@ -196,8 +196,49 @@ def test_tokens_that_are_ready_together_go_out_together(start, tools) -> None:
     assert [len(message.deltas) for message in answer.messages[1:-1]] == [4, 4, 4]
 
 
+def tokens_of(answer) -> list[int]:
+    """How many each message holds."""
+    return [len(message.deltas[0].token_ids) for message in answer.messages if message.deltas]
+
+
+def test_tokens_share_messages_where_the_client_asks_for_it(start, tools) -> None:
+    agent = start(script={"step": 0.01})
+    apart = tools.generate(agent, tools.ask("a b c d", max_tokens=60))
+    assert len(tokens_of(apart)) > 30, "a busy machine may take two at once"
+    begun = time.monotonic()
+    shared = tools.generate(agent, tools.ask("a b c d", max_tokens=60, message_interval=0.2))
+    counts, messages = tokens_of(shared), 1 + (time.monotonic() - begun) / 0.2
+    assert counts[0] <= 2 and len(counts) <= messages + 1, "the first token goes out at once, and then a message each 0.2 s"
+    assert shared.text() == apart.text() and shared.tokens() == apart.tokens()
+
+
+def test_the_end_of_a_stream_waits_for_no_interval(start, tools) -> None:
+    agent = start(script={"step": 0.01})
+    begun = time.monotonic()
+    counts = tokens_of(tools.generate(agent, tools.ask("a b c d", max_tokens=5, message_interval=1.0)))
+    assert sum(counts) == 5 and len(counts) <= 2
+    assert time.monotonic() - begun < 0.8
+
+
+def test_tokens_that_wait_go_out_at_the_interval_although_the_next_is_late(start, tools) -> None:
+    agent = start(script={"step": 0.6})
+    with Client(agent.address("serving")) as client:
+        request = tools.ask("a b c d", max_tokens=4, message_interval=0.8)
+        at = [time.monotonic() for message in client.stream(request) if message.deltas]
+    # Steps end 0.6, 1.2, 1.8 and 2.4 s after the start; the second token waits 0.2 s of its 0.8, the third goes with the last.
+    assert len(at) in (3, 4) and at[1] - at[0] < 1.15, "the second token waited for the third"
+
+
+def test_a_stop_string_ends_the_engine_s_work_at_once_whatever_the_interval(start, tools) -> None:
+    agent = start(script={"step": 0.05})
+    answer = tools.generate(agent, tools.ask("a b c d", stop=["d"], max_tokens=200, message_interval=1.0))
+    assert answer.text() == "a b c "
+    tools.wait_for(lambda: agent.load().kv_bytes_used == 0, "free pages")
+    assert agent.metric("steps_total") < 12
+
+
 def test_client_retries_what_is_not_ready_and_counts(start, tools) -> None:
-    agent = start(ready=False, script={"loading": 1.0})
+    agent = start(ready=False, script={"loading": 1.0, "step": 0.05})
     with Client(agent.address("serving")) as client:
         deadline = time.monotonic() + tools.PATIENCE
         results: list[Result] = []

@@ -16,6 +16,7 @@ from decodefleet_agent.engine.controllers import CONTROLLERS
 from decodefleet_agent.engine.controllers.base import Controller, Limits
 from decodefleet_agent.engine.engine import Engine
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, KVPool
+from decodefleet_agent.engine.sampling import sample_rows
 from decodefleet_agent.messages import Cancel, Output, Sampling, Submit, Targets
 
 VOCABULARY = 50
@@ -29,6 +30,7 @@ def next_token(tokens: list[int]) -> int:
 class RememberingBackend:
     name = "remembering"
     revision = 1
+    sample = staticmethod(sample_rows)
 
     def __init__(self, pages: int) -> None:
         self.memory = np.full((pages, PAGE_TOKENS), -1)

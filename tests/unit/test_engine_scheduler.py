@@ -11,7 +11,7 @@ from engine_world import LIMITS, VOCABULARY, alone, start, submit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decodefleet_agent.engine import postprocess
+from decodefleet_agent.engine import sampling
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.chunks import Chunk
 from decodefleet_agent.engine.controllers import CONTROLLERS
@@ -270,14 +270,14 @@ def test_the_first_output_says_what_was_cached_and_when_it_left_the_queue() -> N
 
 
 def test_a_request_that_cannot_be_sampled_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = postprocess.sample
+    sample = sampling.sample
 
-    def failing(logits: np.ndarray, sampling: Sampling, prompt_ids: list[int], output_ids: list[int]) -> int:
+    def failing(logits: np.ndarray, how: Sampling, prompt_ids: list[int], output_ids: list[int]) -> int:
         if prompt_ids == [1, 2, 3] and len(output_ids) == 2:
             raise IndexError("of the sampler")
-        return sample(logits, sampling, prompt_ids, output_ids)
+        return sample(logits, how, prompt_ids, output_ids)
 
-    monkeypatch.setattr(postprocess, "sample", failing)
+    monkeypatch.setattr(sampling, "sample", failing)
     streams = start()
     streams.handle(submit(0, [1, 2, 3], 9), submit(1, [4, 5], 9))
     streams.finish()

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
 
 from decodefleet_agent.engine.backends.base import Backend
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.controllers.base import Controller, Decision, Limits
 from decodefleet_agent.engine.controllers.static import static
+from decodefleet_agent.engine.helper import Helper
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, KVPool, pages_for
-from decodefleet_agent.engine.postprocess import finish_reason, postprocess
+from decodefleet_agent.engine.postprocess import Fresh, finish_reason, postprocess
 from decodefleet_agent.engine.scheduler import Scheduler
 from decodefleet_agent.engine.sequence import Sequence
 from decodefleet_agent.engine.step_cost import StepCost, Work, chunk_pairs
 from decodefleet_agent.messages import Cancel, Output, Stats, StepResult, Submit, Targets
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is through, before anyone is told. `seconds`: from its scheduling to the last of its tokens."""
+
+    batch: Batch
+    decision: Decision
+    fresh: Fresh
+    seconds: float
 
 
 class Engine:
@@ -46,8 +60,9 @@ class Engine:
         self._vocabulary_size = vocabulary_size
         self._arrivals = 0
         self._prompt_tokens = self._cached_prompt_tokens = self._generated_tokens = self._steps = 0
-        self._busy_seconds = 0.0
+        self._busy_seconds = self._backend_seconds = 0.0
         self._decided = Decision(limits.most_running, limits.max_batch_tokens)
+        self._helper = Helper()
 
     @property
     def busy(self) -> bool:
@@ -67,24 +82,46 @@ class Engine:
         return outputs
 
     def step(self) -> StepResult:
-        """Computes one batch."""
+        """Computes one batch, and says what came of it."""
+        return self.report(self.advance())
+
+    def advance(self, meanwhile: Callable[[], object] | None = None) -> Step:
+        """Computes one batch. `meanwhile` runs beside the backend, when the engine is at rest: the place to report the step before."""
         started = time.monotonic()
         situation = self.scheduler.situation(self.targets, self.cost)
         decision = self.controller(situation)
         batch = self.scheduler.schedule(decision, prefill_first=situation.burst)
-        logits = self.backend.step(batch)
-        outputs = postprocess(batch, logits, self.sequences, self.scheduler, self.context_length)
-        self._count(outputs, [self.sequences[span.sequence_id] for span in batch.spans])
-        for output in outputs:
+        logits, tokens = self._run(batch, meanwhile)
+        fresh = postprocess(batch, logits, tokens, self.sequences, self.scheduler, self.context_length)
+        self._count(batch, fresh.outputs)
+        for output in fresh.outputs:
             if output.finish:
                 del self.sequences[output.sequence_id]
         seconds = time.monotonic() - started
         self._steps += 1
         self._busy_seconds += seconds
+        return Step(batch, decision, fresh, seconds)
+
+    def report(self, step: Step) -> StepResult:
+        """What to tell of a step, once. The numbers are those of the present moment; the cost learns from the step."""
         if self.cost is not None:
-            self.cost = self.cost.corrected(_work(batch), seconds)
-        self._decided = decision
-        return StepResult(outputs, self.stats(step_seconds=seconds, batch=len(batch.spans), batch_tokens=batch.rows))
+            self.cost = self.cost.corrected(_work(step.batch), step.seconds)
+        self._decided = step.decision
+        stats = self.stats(step_seconds=step.seconds, batch=len(step.batch.spans), batch_tokens=step.batch.rows)
+        return StepResult(step.fresh.complete(), stats)
+
+    def _run(self, batch: Batch, meanwhile: Callable[[], object] | None) -> tuple[np.ndarray, list[int | str]]:
+        """Logits and tokens of the rows that sample."""
+        draws = [self.sequences[span.sequence_id] for span in batch.spans if span.samples]
+        if meanwhile is not None:
+            self._helper.start(meanwhile)
+        started = time.monotonic()
+        logits = self.backend.step(batch)
+        tokens = self.backend.sample(logits, draws)
+        self._backend_seconds += time.monotonic() - started
+        if meanwhile is not None:
+            self._helper.wait()
+        return logits, tokens
 
     def stats(self, step_seconds: float = 0.0, batch: int = 0, batch_tokens: int = 0) -> Stats:
         """The engine's numbers now."""
@@ -103,6 +140,7 @@ class Engine:
             preemptions=scheduler.preemptions,
             steps=self._steps,
             busy_seconds=self._busy_seconds,
+            backend_seconds=self._backend_seconds,
             step_seconds=step_seconds,
             batch=batch,
             batch_tokens=batch_tokens,
@@ -146,7 +184,7 @@ class Engine:
         if pages_for(length) > self.pool.total:
             room = self.pool.total * PAGE_TOKENS
             return f"prompt and output have {length} tokens, and the KV pool holds {room}; raise engine.kvCache.memory"
-        if not all(0 <= token < self._vocabulary_size for token in sequence.tokens):
+        if min(sequence.tokens) < 0 or max(sequence.tokens) >= self._vocabulary_size:
             return f"token ids must be in 0 … {self._vocabulary_size - 1}"
         return None
 
@@ -155,14 +193,15 @@ class Engine:
         if sequence := self.sequences.pop(sequence_id, None):
             self.scheduler.cancel(sequence)
 
-    def _count(self, outputs: list[Output], stepped: list[Sequence]) -> None:
-        self._generated_tokens += sum(len(output.token_ids) for output in outputs)
-        self._cached_prompt_tokens += sum(output.cached_prompt_tokens or 0 for output in outputs)
-        for sequence in stepped:
-            # A finished sequence holds nothing any more, and had its whole prompt computed.
-            computed = min(sequence.computed or len(sequence.tokens), sequence.prompt_length)
-            self._prompt_tokens += max(0, computed - sequence.counted_prompt)
-            sequence.counted_prompt = max(sequence.counted_prompt, computed)
+    def _count(self, batch: Batch, outputs: list[Output]) -> None:
+        for output in outputs:
+            self._generated_tokens += len(output.token_ids)
+            self._cached_prompt_tokens += output.cached_prompt_tokens or 0
+        for span in batch.spans:
+            sequence = self.sequences[span.sequence_id]
+            if sequence.counted_prompt < (computed := min(span.start + span.length, sequence.prompt_length)):
+                self._prompt_tokens += computed - sequence.counted_prompt
+                sequence.counted_prompt = computed
 
 
 def _work(batch: Batch) -> Work:

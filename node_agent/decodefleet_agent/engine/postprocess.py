@@ -1,37 +1,64 @@
-"""After a step: sample each row that asked for it, decide who is finished, and say what is new."""
+"""After a step: append the token of each row that was sampled, decide who is finished, and say what is new."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from decodefleet_agent.engine.batch import Batch
-from decodefleet_agent.engine.sampling import sample, token_logprob
+from decodefleet_agent.engine.sampling import token_logprob
 from decodefleet_agent.engine.scheduler import Scheduler
 from decodefleet_agent.engine.sequence import Sequence
 from decodefleet_agent.messages import Output
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class Fresh:
+    """Outputs of a step. `rows`: logits [vocabulary] whose log-probabilities an output still lacks, and how many alternatives."""
+
+    outputs: list[Output] = field(default_factory=list)
+    rows: list[tuple[Output, np.ndarray, int]] = field(default_factory=list)
+
+    def complete(self) -> list[Output]:
+        """The outputs with their log-probabilities; apart from the step, because no later step depends on them."""
+        for output, logits, alternatives in self.rows:
+            output.logprobs.append(token_logprob(logits, output.token_ids[0], alternatives))
+        return self.outputs
 
 
 def postprocess(
-    batch: Batch, logits: np.ndarray, sequences: Mapping[int, Sequence], scheduler: Scheduler, context_length: int
-) -> list[Output]:
-    """Advances every sequence of the batch. `logits`: [spans that sample, vocabulary] fp32. Finished sequences have left the scheduler."""
-    outputs = []
-    rows = iter(logits)
+    batch: Batch,
+    logits: np.ndarray,
+    tokens: list[int | str],
+    sequences: Mapping[int, Sequence],
+    scheduler: Scheduler,
+    context_length: int,
+) -> Fresh:
+    """Advances every sequence of the batch. `logits`: [spans that sample, vocabulary] fp32, and their tokens, or why there is none.
+
+    Finished sequences have left the scheduler.
+    """
+    fresh = Fresh()
+    rows = iter(zip(logits, tokens, strict=True))
     for span in batch.spans:
         sequence = sequences[span.sequence_id]
         scheduler.advance(sequence, span.length)
-        if span.samples:
-            outputs.append(_guarded_output(sequence, next(rows), context_length))
-            if outputs[-1].finish == "error":
-                scheduler.cancel(sequence)
-            elif outputs[-1].finish:
+        if not span.samples:
+            continue
+        row, token = next(rows)
+        if isinstance(token, str):
+            output = Output(sequence.sequence_id, [], finish="error", error=token)
+            scheduler.cancel(sequence)
+        else:
+            output = _output(sequence, token, context_length)
+            if (alternatives := sequence.sampling.logprobs) is not None:
+                fresh.rows.append((output, row.copy(), alternatives))
+            if output.finish:
                 scheduler.finish(sequence)
-    return outputs
+        fresh.outputs.append(output)
+    return fresh
 
 
 def finish_reason(sequence: Sequence, context_length: int) -> str | None:
@@ -44,29 +71,11 @@ def finish_reason(sequence: Sequence, context_length: int) -> str | None:
     return None
 
 
-def _guarded_output(sequence: Sequence, logits: np.ndarray, context_length: int) -> Output:
-    """One request's sampling must not end the engine, and with it all the others."""
-    try:
-        return _output(sequence, logits, context_length)
-    except Exception as failure:
-        log.exception("sequence %d could not be sampled", sequence.sequence_id)
-        return Output(sequence.sequence_id, [], finish="error", error=f"sampling failed: {type(failure).__name__}: {failure}")
-
-
-def _output(sequence: Sequence, logits: np.ndarray, context_length: int) -> Output:
-    if not np.isfinite(logits).all():
-        return Output(sequence.sequence_id, [], finish="error", error="the model's logits are not finite for this input")
-    sampling = sequence.sampling
-    prompt_ids, output_ids = sequence.tokens[: sequence.prompt_length], sequence.output_ids
-    token = sample(logits, sampling, prompt_ids, output_ids)
+def _output(sequence: Sequence, token: int, context_length: int) -> Output:
     sequence.tokens.append(token)
-    first = not sequence.answered
+    finish = finish_reason(sequence, context_length)
+    if sequence.answered:
+        return Output(sequence.sequence_id, [token], finish=finish)
     sequence.answered = True
-    return Output(
-        sequence.sequence_id,
-        [token],
-        logprobs=[] if sampling.logprobs is None else [token_logprob(logits, token, sampling.logprobs)],
-        finish=finish_reason(sequence, context_length),
-        cached_prompt_tokens=sequence.cached_prompt_tokens if first else None,
-        scheduled_at=sequence.scheduled_at if first else None,
-    )
+    cached, scheduled_at = sequence.cached_prompt_tokens, sequence.scheduled_at
+    return Output(sequence.sequence_id, [token], finish=finish, cached_prompt_tokens=cached, scheduled_at=scheduled_at)

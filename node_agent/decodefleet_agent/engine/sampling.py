@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from decodefleet_agent.messages import Sampling, TokenLogprob
+
+log = logging.getLogger(__name__)
+
+
+class Draw(Protocol):
+    """What decides the token of a row of logits."""
+
+    @property
+    def sampling(self) -> Sampling: ...
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output so far."""
+        ...
+
+    @property
+    def prompt_length(self) -> int: ...
+
+
+NOT_FINITE = "the model's logits are not finite for this input"
+
+
+def sample_rows(logits: np.ndarray, draws: Sequence[Draw]) -> list[int | str]:
+    """The token of each row, or why there is none. `logits`: [rows, vocabulary] fp32. A backend may do it natively."""
+    return [_guarded(row, draw) for row, draw in zip(logits, draws, strict=True)]
+
+
+def _guarded(logits: np.ndarray, draw: Draw) -> int | str:
+    """One request's sampling must not end the engine, and with it all the others."""
+    if not np.isfinite(logits).all():
+        return NOT_FINITE
+    try:
+        return sample(logits, draw.sampling, draw.tokens[: draw.prompt_length], draw.tokens[draw.prompt_length :])
+    except Exception as failure:
+        log.exception("a row could not be sampled")
+        return f"sampling failed: {type(failure).__name__}: {failure}"
+
+
+def penalises(sampling: Sampling) -> bool:
+    """Whether a token depends on the earlier ones beyond their logits."""
+    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
 def uniform(seed: int, sample_index: int, position: int) -> float:
@@ -37,13 +80,16 @@ def token_logprob(logits: np.ndarray, token_id: int, alternatives: int) -> Token
     wide = logits.astype(np.float64)
     logprobs = wide - wide.max()
     logprobs -= np.log(np.exp(logprobs).sum())
-    top: Iterable[int] = np.lexsort((np.arange(len(logits)), -wide))[:alternatives] if alternatives else []
+    top: Iterable[int] = []
+    if alternatives:
+        likely = np.flatnonzero(wide >= np.partition(wide, -min(alternatives, len(wide)))[-min(alternatives, len(wide))])
+        top = likely[np.argsort(-wide[likely], kind="stable")][:alternatives]
     return TokenLogprob(token_id, float(logprobs[token_id]), [(int(token), float(logprobs[token])) for token in top])
 
 
 def _penalised(logits: np.ndarray, sampling: Sampling, prompt_ids: list[int], output_ids: list[int]) -> np.ndarray:
     """Changes `logits`, fp64, and returns them."""
-    if sampling.repetition_penalty == 1 and sampling.presence_penalty == 0 and sampling.frequency_penalty == 0:
+    if not penalises(sampling):
         return logits
     if sampling.repetition_penalty != 1:
         seen = np.unique(np.asarray(prompt_ids + output_ids, np.int64))

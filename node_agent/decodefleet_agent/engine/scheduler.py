@@ -71,8 +71,10 @@ class Scheduler:
 
     def advance(self, sequence: Sequence, length: int) -> None:
         """Notes that a step computed `length` more tokens; the prompt's full pages can be shared from now on."""
+        before = sequence.computed // PAGE_TOKENS
         sequence.computed += length
-        self._register(sequence, min(sequence.computed, sequence.prompt_length))
+        if (prompt := min(sequence.computed, sequence.prompt_length)) // PAGE_TOKENS > before:
+            self._register(sequence, prompt)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless pool and sequences agree."""
@@ -88,7 +90,7 @@ class Scheduler:
         """Gives each decoding sequence the page its next token needs. The last in order gives way; True if one had to."""
         before = self.preemptions
         for sequence in list(self.running):
-            while sequence in self.running and (missing := pages_for(len(sequence.tokens)) - len(sequence.pages)) > 0:
+            while (missing := pages_for(len(sequence.tokens)) - len(sequence.pages)) > 0 and sequence in self.running:
                 pages = self.pool.allocate(missing)
                 if pages is None:
                     self._preempt(self.running[-1])

@@ -26,32 +26,53 @@ class EngineDied(Exception):
 
 
 class Inbox:
-    """Outputs of one request's sequences, in order, until it is closed or failed."""
+    """Outputs of one request's sequences, in order, until it is closed or failed. One task takes them.
 
-    def __init__(self) -> None:
+    `interval`: seconds after one `take` for which the next waits, unless a sequence ends.
+    """
+
+    def __init__(self, interval: float = 0.0) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._interval = interval
+        self._due = 0.0  # on the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
         self._outputs: list[Output] = []
         self._error: Exception | None = None
-        self._ready = asyncio.Event()
+        self._ready = False
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: Output) -> None:
         self._outputs.append(output)
-        self._ready.set()
+        if not self._interval or output.finish:
+            self._wake()
+        elif self._timer is None:
+            self._timer = self._loop.call_at(self._due, self._wake)
 
     def fail(self, error: Exception) -> None:
         """The request ends with the error once what came before is taken."""
         self._error = self._error or error
-        self._ready.set()
+        self._wake()
 
     async def take(self) -> list[Output]:
         """All that is there, at least one output. Raises what `fail` was given."""
-        await self._ready.wait()
-        self._ready.clear()
+        if not self._ready:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        self._ready = self._error is not None
+        if self._interval:
+            self._due = self._loop.time() + self._interval
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
         outputs, self._outputs = self._outputs, []
-        if self._error is not None:
-            self._ready.set()
-            if not outputs:
-                raise self._error
+        if self._error is not None and not outputs:
+            raise self._error
         return outputs
+
+    def _wake(self) -> None:
+        self._ready = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class EngineLink:

@@ -27,6 +27,7 @@ _ENGINE_COUNTERS = {
     "preemptions": ("preemptions", "Sequences that gave up their pages to others."),
     "steps": ("steps", "Steps of the engine."),
     "busy_seconds": ("busy_seconds", "Seconds that the engine spent in steps."),
+    "backend_seconds": ("backend_seconds", "Seconds of them that the backend computed."),
 }
 _ENGINE_GAUGES = {
     "queued_prompt_tokens": ("queued_prompt_tokens", "Prompt tokens not yet computed, of waiting and running sequences."),
@@ -117,9 +118,11 @@ class Metrics:
     def observe_step(self, stats: Stats) -> None:
         """Takes the engine's numbers; its counters never fall, since the agent ends with the engine."""
         for field, gauge in self._engine_gauges.items():
-            gauge.set(getattr(stats, field))
+            if (value := getattr(stats, field)) != getattr(self._last, field):
+                gauge.set(value)
         for field, counter in self._engine_counters.items():
-            counter.inc(getattr(stats, field) - getattr(self._last, field))
+            if more := getattr(stats, field) - getattr(self._last, field):
+                counter.inc(more)
         if stats.steps > self._last.steps and stats.batch:
             self.step_time.observe(stats.step_seconds)
             self.batch_size.observe(stats.batch)

@@ -26,6 +26,7 @@ MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 16
 MAX_ID_LENGTH = 128
+MAX_MESSAGE_INTERVAL = 1.0  # seconds
 MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 100.0
 DEFAULT_MAX_TOKENS = 256
@@ -57,6 +58,7 @@ class Work:
     priority: int
     output_ids: tuple[int, ...] = ()
     emitted_bytes: int = 0
+    message_interval: float = 0.0  # seconds
 
     @property
     def seed(self) -> int:
@@ -72,6 +74,8 @@ async def read_request(request: pb.GenerateRequest, model: ServedModel) -> Work:
     """Raises Refused: INVALID_ARGUMENT, or FAILED_PRECONDITION for a resume under another numerics profile."""
     if len(request.request_id) > MAX_ID_LENGTH:
         raise invalid(f"request_id: has {len(request.request_id)} characters; at most {MAX_ID_LENGTH} are allowed")
+    if not 0 <= request.message_interval <= MAX_MESSAGE_INTERVAL:
+        raise invalid(f"message_interval: is {request.message_interval:g}; it must be in [0, {MAX_MESSAGE_INTERVAL:g}]")
     _check_sampling(request.sampling, model.info.vocabulary_size)
     samples = request.sampling.n if request.sampling.HasField("n") else 1
     resume = request.resume if request.HasField("resume") else None
@@ -96,6 +100,7 @@ async def read_request(request: pb.GenerateRequest, model: ServedModel) -> Work:
         priority=request.priority,
         output_ids=tuple(resume.token_ids) if resume else (),
         emitted_bytes=resume.emitted_bytes if resume else 0,
+        message_interval=request.message_interval,
     )
 
 

@@ -49,24 +49,22 @@ class Sample:
 
     def feed(self, output: Output) -> pb.SampleDelta:
         """What the output brings the client, in one delta."""
-        texts: list[str] = []
+        text = ""
         used = 0
         for token_id in output.token_ids:
-            texts.append(self._take(token_id))
+            text += self._take(token_id)
             used += 1
             if self.finished:
                 break
         finish = pb.FINISH_REASON_STOP if self._text.stopped else _FINISH.get(output.finish or "", pb.FINISH_REASON_UNSPECIFIED)
         if finish:
-            texts.append(self._text.finish())
+            text += self._text.finish()
             self.finished = True
-        return pb.SampleDelta(
-            sample_index=self._sampling.sample_index,
-            text="".join(texts),
-            token_ids=output.token_ids[:used],
-            logprobs=[_logprob(logprob) for logprob in output.logprobs[:used]],
-            finish_reason=finish,
-        )
+        index = self._sampling.sample_index
+        delta = pb.SampleDelta(sample_index=index, text=text, token_ids=output.token_ids[:used], finish_reason=finish)
+        if output.logprobs:
+            delta.logprobs.extend(_logprob(logprob) for logprob in output.logprobs[:used])
+        return delta
 
     def _take(self, token_id: int) -> str:
         self.tokens += 1
@@ -84,6 +82,8 @@ def _logprob(logprob: TokenLogprob) -> pb.TokenLogprob:
 
 def merge(deltas: Sequence[pb.SampleDelta]) -> list[pb.SampleDelta]:
     """One delta per sample out of those that became ready together, in order of the samples' first."""
+    if len(deltas) == 1:
+        return list(deltas)
     merged: dict[int, pb.SampleDelta] = {}
     for delta in deltas:
         known = merged.setdefault(delta.sample_index, delta)

@@ -38,7 +38,8 @@ class RequestStream:
     async def responses(self) -> AsyncIterator[pb.GenerateResponse]:
         """Raises Refused, or what the engine's end was."""
         assert self._agent.model is not None
-        inbox = Inbox()
+        # A stop string should end the stream's sequences with the token that completes it.
+        inbox = Inbox(0.0 if self._work.stops else self._work.message_interval)
         resumed: list[pb.SampleDelta] = []
         for position, sampling in enumerate(self._work.samples):
             sequence_id = self._link.next_id()

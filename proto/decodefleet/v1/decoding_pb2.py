@@ -24,43 +24,43 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64\x65\x63odefleet/v1/decoding.proto\x12\x0e\x64\x65\x63odefleet.v1\"\xfb\x01\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x14.decodefleet.v1.ChatH\x00\x12-\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x18.decodefleet.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.decodefleet.v1.Sampling\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12&\n\x06resume\x18\x07 \x01(\x0b\x32\x16.decodefleet.v1.ResumeB\x07\n\x05input\"5\n\x04\x43hat\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.decodefleet.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xfc\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nmax_tokens\x18\x0b \x01(\rH\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\t\x88\x01\x01\x12\x0e\n\x01n\x18\r \x01(\rH\n\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\x0b\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x04\n\x02_nB\r\n\x0b_ignore_eos\"p\n\x06Resume\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x15\n\remitted_bytes\x18\x04 \x01(\x04\x12\x18\n\x10numerics_profile\x18\x05 \x01(\t\"\x91\x01\n\x10GenerateResponse\x12*\n\x05start\x18\x01 \x01(\x0b\x32\x1b.decodefleet.v1.StreamStart\x12+\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x1b.decodefleet.v1.SampleDelta\x12$\n\x05usage\x18\x03 \x01(\x0b\x32\x15.decodefleet.v1.Usage\"^\n\x0bStreamStart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x18\n\x10numerics_profile\x18\x03 \x01(\t\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\"\xa9\x01\n\x0bSampleDelta\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.decodefleet.v1.TokenLogprob\x12\x33\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1c.decodefleet.v1.FinishReason\"\x9a\x01\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x35\n\x03top\x18\x03 \x03(\x0b\x32(.decodefleet.v1.TokenLogprob.Alternative\x1a\x30\n\x0b\x41lternative\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xcf\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x17\n\x0fproposed_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12\x1b\n\x13time_to_first_token\x18\x06 \x01(\x01\x12\x13\n\x0b\x64\x65\x63ode_time\x18\x07 \x01(\x01\x12\x12\n\nqueue_time\x18\x08 \x01(\x01\"\x11\n\x0fGetModelRequest\"\xef\x01\n\x10GetModelResponse\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\x04\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\r\x12\x18\n\x10numerics_profile\x18\x06 \x01(\t\x12\x16\n\x0eweights_format\x18\x07 \x01(\t\x12\x15\n\rchat_template\x18\x08 \x01(\t\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x13\n\x0b\x63onfig_json\x18\n \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xaa\x01\n\x08\x44\x65\x63oding\x12O\n\x08Generate\x12\x1f.decodefleet.v1.GenerateRequest\x1a .decodefleet.v1.GenerateResponse0\x01\x12M\n\x08GetModel\x12\x1f.decodefleet.v1.GetModelRequest\x1a .decodefleet.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64\x65\x63odefleet/v1/decoding.proto\x12\x0e\x64\x65\x63odefleet.v1\"\x95\x02\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x14.decodefleet.v1.ChatH\x00\x12-\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x18.decodefleet.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.decodefleet.v1.Sampling\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12&\n\x06resume\x18\x07 \x01(\x0b\x32\x16.decodefleet.v1.Resume\x12\x18\n\x10message_interval\x18\x08 \x01(\x02\x42\x07\n\x05input\"5\n\x04\x43hat\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.decodefleet.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xfc\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x17\n\nmax_tokens\x18\x0b \x01(\rH\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\t\x88\x01\x01\x12\x0e\n\x01n\x18\r \x01(\rH\n\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0e \x01(\x08H\x0b\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x04\n\x02_nB\r\n\x0b_ignore_eos\"p\n\x06Resume\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x14\n\x0csample_index\x18\x03 \x01(\r\x12\x15\n\remitted_bytes\x18\x04 \x01(\x04\x12\x18\n\x10numerics_profile\x18\x05 \x01(\t\"\x91\x01\n\x10GenerateResponse\x12*\n\x05start\x18\x01 \x01(\x0b\x32\x1b.decodefleet.v1.StreamStart\x12+\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x1b.decodefleet.v1.SampleDelta\x12$\n\x05usage\x18\x03 \x01(\x0b\x32\x15.decodefleet.v1.Usage\"^\n\x0bStreamStart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x18\n\x10numerics_profile\x18\x03 \x01(\t\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\"\xa9\x01\n\x0bSampleDelta\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.decodefleet.v1.TokenLogprob\x12\x33\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1c.decodefleet.v1.FinishReason\"\x9a\x01\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x35\n\x03top\x18\x03 \x03(\x0b\x32(.decodefleet.v1.TokenLogprob.Alternative\x1a\x30\n\x0b\x41lternative\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xcf\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x17\n\x0fproposed_tokens\x18\x04 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x05 \x01(\r\x12\x1b\n\x13time_to_first_token\x18\x06 \x01(\x01\x12\x13\n\x0b\x64\x65\x63ode_time\x18\x07 \x01(\x01\x12\x12\n\nqueue_time\x18\x08 \x01(\x01\"\x11\n\x0fGetModelRequest\"\xef\x01\n\x10GetModelResponse\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\x04\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\r\x12\x18\n\x10numerics_profile\x18\x06 \x01(\t\x12\x16\n\x0eweights_format\x18\x07 \x01(\t\x12\x15\n\rchat_template\x18\x08 \x01(\t\x12\x15\n\reos_token_ids\x18\t \x03(\r\x12\x13\n\x0b\x63onfig_json\x18\n \x01(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xaa\x01\n\x08\x44\x65\x63oding\x12O\n\x08Generate\x12\x1f.decodefleet.v1.GenerateRequest\x1a .decodefleet.v1.GenerateResponse0\x01\x12M\n\x08GetModel\x12\x1f.decodefleet.v1.GetModelRequest\x1a .decodefleet.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'decodefleet.v1.decoding_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2098
-  _globals['_FINISHREASON']._serialized_end=2193
+  _globals['_FINISHREASON']._serialized_start=2124
+  _globals['_FINISHREASON']._serialized_end=2219
   _globals['_GENERATEREQUEST']._serialized_start=50
-  _globals['_GENERATEREQUEST']._serialized_end=301
-  _globals['_CHAT']._serialized_start=303
-  _globals['_CHAT']._serialized_end=356
-  _globals['_CHATMESSAGE']._serialized_start=358
-  _globals['_CHATMESSAGE']._serialized_end=402
-  _globals['_TOKENIDS']._serialized_start=404
-  _globals['_TOKENIDS']._serialized_end=427
-  _globals['_SAMPLING']._serialized_start=430
-  _globals['_SAMPLING']._serialized_end=938
-  _globals['_RESUME']._serialized_start=940
-  _globals['_RESUME']._serialized_end=1052
-  _globals['_GENERATERESPONSE']._serialized_start=1055
-  _globals['_GENERATERESPONSE']._serialized_end=1200
-  _globals['_STREAMSTART']._serialized_start=1202
-  _globals['_STREAMSTART']._serialized_end=1296
-  _globals['_SAMPLEDELTA']._serialized_start=1299
-  _globals['_SAMPLEDELTA']._serialized_end=1468
-  _globals['_TOKENLOGPROB']._serialized_start=1471
-  _globals['_TOKENLOGPROB']._serialized_end=1625
-  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_start=1577
-  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_end=1625
-  _globals['_USAGE']._serialized_start=1628
-  _globals['_USAGE']._serialized_end=1835
-  _globals['_GETMODELREQUEST']._serialized_start=1837
-  _globals['_GETMODELREQUEST']._serialized_end=1854
-  _globals['_GETMODELRESPONSE']._serialized_start=1857
-  _globals['_GETMODELRESPONSE']._serialized_end=2096
-  _globals['_DECODING']._serialized_start=2196
-  _globals['_DECODING']._serialized_end=2366
+  _globals['_GENERATEREQUEST']._serialized_end=327
+  _globals['_CHAT']._serialized_start=329
+  _globals['_CHAT']._serialized_end=382
+  _globals['_CHATMESSAGE']._serialized_start=384
+  _globals['_CHATMESSAGE']._serialized_end=428
+  _globals['_TOKENIDS']._serialized_start=430
+  _globals['_TOKENIDS']._serialized_end=453
+  _globals['_SAMPLING']._serialized_start=456
+  _globals['_SAMPLING']._serialized_end=964
+  _globals['_RESUME']._serialized_start=966
+  _globals['_RESUME']._serialized_end=1078
+  _globals['_GENERATERESPONSE']._serialized_start=1081
+  _globals['_GENERATERESPONSE']._serialized_end=1226
+  _globals['_STREAMSTART']._serialized_start=1228
+  _globals['_STREAMSTART']._serialized_end=1322
+  _globals['_SAMPLEDELTA']._serialized_start=1325
+  _globals['_SAMPLEDELTA']._serialized_end=1494
+  _globals['_TOKENLOGPROB']._serialized_start=1497
+  _globals['_TOKENLOGPROB']._serialized_end=1651
+  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_start=1603
+  _globals['_TOKENLOGPROB_ALTERNATIVE']._serialized_end=1651
+  _globals['_USAGE']._serialized_start=1654
+  _globals['_USAGE']._serialized_end=1861
+  _globals['_GETMODELREQUEST']._serialized_start=1863
+  _globals['_GETMODELREQUEST']._serialized_end=1880
+  _globals['_GETMODELRESPONSE']._serialized_start=1883
+  _globals['_GETMODELRESPONSE']._serialized_end=2122
+  _globals['_DECODING']._serialized_start=2222
+  _globals['_DECODING']._serialized_end=2392
 # @@protoc_insertion_point(module_scope)

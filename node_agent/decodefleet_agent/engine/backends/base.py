@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from decodefleet_agent.engine.batch import Batch
+from decodefleet_agent.engine.sampling import Draw
 from decodefleet_agent.engine.weights import ModelConfig, Weights
 
 
@@ -37,6 +39,10 @@ class Backend(Protocol):
         They are valid until the next step. A row's bits depend on the sequence's tokens up to it, and on nothing else that is in the
         batch or was computed before.
         """
+        ...
+
+    def sample(self, logits: np.ndarray, draws: Sequence[Draw]) -> list[int | str]:
+        """The token of each row of what `step` returned, or why there is none. `sampling.sample_rows`, or the same natively."""
         ...
 
 

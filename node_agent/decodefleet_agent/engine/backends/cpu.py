@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -15,10 +16,12 @@ import numpy as np
 from decodefleet_agent.engine.backends import native
 from decodefleet_agent.engine.backends.base import Progress
 from decodefleet_agent.engine.backends.native import KVFormat
+from decodefleet_agent.engine.backends.native_sampling import Draws
 from decodefleet_agent.engine.backends.packing import BLOCK, Arena, Packed, pack_blocks, pack_rotated
 from decodefleet_agent.engine.backends.rotary import rotary_tables
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS
+from decodefleet_agent.engine.sampling import NOT_FINITE, Draw
 from decodefleet_agent.engine.weights import ModelConfig, Weights
 from decodefleet_agent.model_files import ModelError
 
@@ -117,6 +120,12 @@ class CpuBackend:
         described = native.Batch(*map(native.address, arrays), batch.rows, len(spans), len(sampled))
         self._native.df_step(self._engine, ctypes.byref(described))
         return self._logits[: len(sampled)]
+
+    def sample(self, logits: np.ndarray, draws: Sequence[Draw]) -> list[int | str]:
+        described, tokens = Draws(draws), np.empty(len(draws), np.int32)
+        rows, vocabulary = logits.shape
+        self._native.df_sample(self._engine, native.address(logits), rows, vocabulary, described.address, native.address(tokens))
+        return [token if token >= 0 else NOT_FINITE for token in tokens.tolist()]
 
     def products(self, rows: int) -> None:
         """Runs the matrix products of a step of so many sampling rows, and nothing else."""

@@ -70,6 +70,15 @@ class Batch(c.Structure):
     )
 
 
+class Draw(c.Structure):
+    _fields_ = (
+        *((name, c.c_double) for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")),
+        *((name, c.c_uint64) for name in ("seed", "sample", "position")),
+        ("token_ids", c.c_void_p),
+        *((name, c.c_int32) for name in ("tokens", "prompt_tokens", "top_k", "padding")),
+    )
+
+
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "df_tier": (c.c_char_p, [c.c_char_p]),
     "df_page_bytes": (c.c_int64, [c.POINTER(Model)]),
@@ -77,11 +86,14 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "df_destroy": (None, [c.c_void_p]),
     "df_set_pool": (None, [c.c_void_p, c.c_void_p, c.c_int64]),
     "df_step": (None, [c.c_void_p, c.POINTER(Batch)]),
+    "df_sample": (None, [c.c_void_p, c.c_void_p, c.c_int32, c.c_int32, c.POINTER(Draw), c.c_void_p]),
     "df_products": (None, [c.c_void_p, c.c_int32, c.c_int32]),
     "df_linear_rows": (None, [c.c_char_p, c.POINTER(Linear), c.c_void_p, c.c_int32, c.c_void_p]),
     "df_embed": (None, [c.c_char_p, c.POINTER(Linear), c.c_int32, c.c_void_p]),
     "df_rms_norm": (None, [c.c_char_p, c.c_void_p, c.c_void_p, c.c_int32, c.c_float, c.c_void_p]),
     "df_swiglu": (None, [c.c_char_p, c.c_void_p, c.c_void_p, c.c_int32, c.c_void_p]),
+    "df_uniform": (c.c_double, [c.c_uint64, c.c_uint64, c.c_uint64]),
+    "df_sample_rows": (None, [c.c_char_p, c.c_void_p, c.c_int32, c.c_int32, c.POINTER(Draw), c.c_void_p]),
     "df_attention": (
         None,
         [c.c_char_p, c.POINTER(Model), c.POINTER(Batch), c.c_void_p, c.c_void_p, c.c_int64, c.c_int32, c.c_void_p],

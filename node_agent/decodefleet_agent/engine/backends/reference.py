@@ -17,6 +17,7 @@ from decodefleet_agent.engine.backends.base import Progress
 from decodefleet_agent.engine.backends.rotary import rotary_tables
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS
+from decodefleet_agent.engine.sampling import sample_rows
 from decodefleet_agent.engine.weights import ModelConfig, Weights
 
 TILE = 16
@@ -56,6 +57,7 @@ class ReferenceBackend:
     name = "reference"
     revision = 1
     kv_format = "fp32"
+    sample = staticmethod(sample_rows)
 
     def __init__(self) -> None:
         self.instructions = torch.backends.cpu.get_cpu_capability()
