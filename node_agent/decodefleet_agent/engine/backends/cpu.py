@@ -41,6 +41,7 @@ class CpuBackend:
     """See `Backend`. `tier`: of instructions, the best by default."""
 
     name = "cpu"
+    device_memory = None
     revision = 1
 
     def __init__(self, threads: int, kv_format: KVFormat = KVFormat.int8, tier: str | None = None) -> None:

@@ -27,11 +27,16 @@ _ROTATED = 64  # values of a head that are rotated together
 _GRAPH_ROWS = 256  # a larger decode batch is launched kernel by kernel, which no longer costs much of its time
 
 
+def has_gpu() -> bool:
+    """Whether PyTorch sees a GPU that kernels are to run on."""
+    return not INTERPRETED and torch.cuda.is_available()
+
+
 def refusal(config: ModelConfig) -> str | None:
     """Why this backend cannot serve such a model here, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
-    if not INTERPRETED and not torch.cuda.is_available():
+    if not INTERPRETED and not has_gpu():
         return "PyTorch sees no GPU here (a driver, and a PyTorch built for CUDA, are needed)"
     if config.head_dim not in HEAD_DIMS:
         return f"the model has heads of {config.head_dim} (it takes {' or '.join(map(str, HEAD_DIMS))})"

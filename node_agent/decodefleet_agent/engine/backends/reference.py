@@ -54,6 +54,7 @@ class ReferenceBackend:
     """See `Backend`."""
 
     name = "reference"
+    device_memory = None
     revision = 1
     kv_format = "fp32"
 
