@@ -123,7 +123,7 @@ def attention(heads: int = 6, kv_heads: int = 2, dim: int = 64, dtype: torch.dty
     planned = plan(batch, tile_rows(heads // kv_heads) // (heads // kv_heads))
     seen = views(torch.from_numpy(planned.numbers).to(DEVICE), planned.shapes)
     pool = empty_pool(kv_heads, pages, dim)
-    queries = normal(9, heads, dim) * 2
+    queries = normal(9, heads, dim) * 0.5
     wanted, row = torch.empty(9, heads * dim, dtype=torch.float64, device=DEVICE), 0
     for span in spans:
         end = span.start + span.length

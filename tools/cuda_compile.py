@@ -1,6 +1,6 @@
-"""Compiles every kernel of the cuda backend for GPUs of these compute capabilities ("90"), which needs no GPU.
+"""Compiles every kernel of the cuda backend for GPUs of the compute capabilities that it is given ("90"), which needs no GPU.
 
-A line for each: ok or FAIL, the kernel, the capability, bytes of shared memory (at most what the smallest GPUs have), products on tensor cores.
+A line for each: ok or FAIL, the kernel, the capability, bytes of shared memory, instructions for tensor cores.
 """
 
 from __future__ import annotations
