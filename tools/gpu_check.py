@@ -171,15 +171,15 @@ def tokens_per_second(backend: Any, batch: int) -> float:
     """Of decoding alone, greedily, each step's tokens drawn on the GPU and brought to the host as a server needs them."""
     import numpy as np
     import torch
-    from cuda_checks import sample
+    from cuda_checks import DEVICE, sample
 
     from decodefleet_agent.engine.batch import Batch, Span
 
     each = -(-(PROMPT + NEW + 1) // 16)
     tables = [tuple(range(number * each, (number + 1) * each)) for number in range(batch)]
     prompt = np.random.default_rng(1).integers(0, 49152, PROMPT * batch)
-    integers = [torch.zeros(batch, dtype=torch.int64, device="cuda")] * 4
-    greedy = torch.zeros(batch, dtype=torch.float64, device="cuda")
+    integers = [torch.zeros(batch, dtype=torch.int64, device=DEVICE)] * 4
+    greedy = torch.zeros(batch, dtype=torch.float64, device=DEVICE)
 
     def tokens(step: Batch) -> Any:
         return sample(backend.logits(step), greedy, *integers).cpu().numpy()
@@ -195,18 +195,20 @@ def tokens_per_second(backend: Any, batch: int) -> float:
 
 def transformers_model(source: Path) -> Any:
     import torch
+    from cuda_checks import DEVICE
     from transformers import AutoModelForCausalLM
 
     where = {"gguf_file": source.name} if source.is_file() else {}
     folder = source.parent if source.is_file() else source
-    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16, **where).to("cuda").eval()
+    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16, **where).to(DEVICE).eval()
 
 
 def transformers_tokens_per_second(model: Any, batch: int) -> float:
     """Of `generate`, greedily, its prefill counted off."""
     import torch
+    from cuda_checks import DEVICE
 
-    prompt = torch.randint(0, 49152, (batch, PROMPT), device="cuda")
+    prompt = torch.randint(0, 49152, (batch, PROMPT), device=DEVICE)
 
     def seconds(new: int) -> float:
         torch.cuda.synchronize()
