@@ -118,11 +118,17 @@ class CudaBackend:
         keys, values = (torch.zeros(*shape, config.head_dim, dtype=torch.int8, device=DEVICE) for _ in range(2))
         key_scales, value_scales = (torch.zeros(shape, dtype=torch.float32, device=DEVICE) for _ in range(2))
         self.pool = [Pool(*layer) for layer in zip(keys, values, key_scales, value_scales, strict=True)]
+        self._host = torch.empty(0, config.vocabulary_size)
         self._graphs: dict[int, _Graph] = {}
         self._seen: set[int] = set()
 
     def step(self, batch: Batch) -> np.ndarray:
-        return self.logits(batch).cpu().numpy()
+        logits = self.logits(batch)
+        if INTERPRETED:
+            return logits.numpy()
+        if len(logits) > len(self._host):
+            self._host = torch.empty(logits.shape, pin_memory=True)
+        return self._host[: len(logits)].copy_(logits).numpy()
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
