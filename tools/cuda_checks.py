@@ -111,7 +111,7 @@ def writing(heads: int = 6, kv_heads: int = 2, dim: int = 64) -> Iterator[Check]
         whole = torch.where(top[..., None] > 0, torch.floor(wanted * 127 / top[..., None] + 0.5), 0)
         off = (int8[:, slots.long()].double() - whole).abs()
         yield Check(f"scales of {name}, heads of {dim}", error(scales[:, slots.long()], top / 127), EXACT)
-        yield Check(f"int8 {name} of heads of {dim}: share that a rounding puts one step aside", float((off == 1).double().mean()), 1e-3)
+        yield Check(f"int8 {name} of heads of {dim}: share that a rounding puts one step aside", float((off == 1).double().mean()), 3e-3)
         yield Check(f"int8 {name} of heads of {dim}: most steps aside", float(off.max()), 1)
 
 

@@ -27,10 +27,10 @@ SAMPLING = {"logits": "*fp32", "temperatures": "*fp64"}  # all else of that kern
 def kernels() -> Iterator[tuple[triton.JITFunction, dict[str, object], dict[str, str]]]:
     """Each kernel with its constants, and the types of pointers that are not what `POINTERS` says, fp32 by default."""
     for dtype in ("*bf16", "*fp32"):
-        sizes = {"INPUTS": 576, "OUTPUTS": 1536, "ROWS": ROWS, "COLUMNS": 32, "DEPTH": 128}
+        sizes = {"INPUTS": 576, "OUTPUTS": 1536, "ROWS": ROWS, "COLUMNS": linear._COLUMNS, "DEPTH": linear._DEPTH}
         yield linear._linear, {**sizes, "BIAS": True, "ADD": True, "PRECISION": "ieee"}, {"x": dtype, "weight": dtype}
     yield elementwise._rms_norm, {"SIZE": 576, "BLOCK": 1024, "PICK": True}, {"out": "*bf16"}
-    yield elementwise._swiglu, {"SIZE": 1536, "BLOCK": 1024}, {"out": "*bf16"}
+    yield elementwise._swiglu, {"SIZE": 1536, "BLOCK": elementwise._BLOCK}, {"out": "*bf16"}
     for dim in (64, 128):
         heads = {"KV_HEADS": 3, "DIM": dim, "ROWS": ROWS}
         yield pool._write, {**heads, "HEADS": 9}, {}
@@ -39,7 +39,7 @@ def kernels() -> Iterator[tuple[triton.JITFunction, dict[str, object], dict[str,
             yield attention._partials, {**grouped, "KEYS": attention._KEYS, "PRECISION": precision}, {}
         yield attention._combine, grouped, {"out": "*bf16"}
     names = [parameter.name for parameter in sampling._sample.params]
-    yield sampling._sample, {"VOCABULARY": 49152, "BLOCK": 4096}, {name: SAMPLING.get(name, "*i64") for name in names}
+    yield sampling._sample, {"VOCABULARY": 49152, "BLOCK": sampling._BLOCK}, {name: SAMPLING.get(name, "*i64") for name in names}
 
 
 def compiled(kernel: triton.JITFunction, constants: dict[str, object], types: dict[str, str], capability: int) -> str:

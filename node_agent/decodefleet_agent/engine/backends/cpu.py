@@ -41,7 +41,6 @@ class CpuBackend:
     """See `Backend`. `tier`: of instructions, the best by default."""
 
     name = "cpu"
-    device_memory = None
     revision = 1
 
     def __init__(self, threads: int, kv_format: KVFormat = KVFormat.int8, tier: str | None = None) -> None:
@@ -55,6 +54,7 @@ class CpuBackend:
         self.numerics = "int8 blocks of 32"  # all tiers give the same bits
         self._kv, self._threads = kv_format, threads
         self._engine: int | None = None
+        self.device_memory: int | None = None
         self._logits = np.empty((0, 0), np.float32)
 
     def __del__(self) -> None:
