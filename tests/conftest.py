@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# The cuda backend's kernels run on the CPU here; Triton must know before anything imports it. `make gpu-check` runs them on a GPU.
+os.environ["TRITON_INTERPRET"] = "1"
+
 KUBEBUILDER_HINT = (
     "The operator's tests need etcd and kube-apiserver in the folder that KUBEBUILDER_ASSETS names, or on PATH. To get them:\n"
     "  go install sigs.k8s.io/controller-runtime/tools/setup-envtest@latest && export KUBEBUILDER_ASSETS=$(setup-envtest use -p path)"

@@ -102,6 +102,7 @@ def test_pool_size() -> None:
     assert settings.pool_pages(config({"kvCache": {"memory": "10Mi"}}), 4096, PAGE) == 10
     assert settings.pool_pages(config({"batching": {"maxBatch": 2}}, memory="1Gi"), 160, PAGE) == 20
     assert settings.pool_pages(config({"batching": {"maxBatch": 64}}, memory="1Gi"), 4096, PAGE) == 256
+    assert settings.pool_pages(config({"batching": {"maxBatch": 64}}, memory="1Gi"), 4096, PAGE, device_memory=40 * PAGE) == 30
     with pytest.raises(ModelError, match=r"engine\.kvCache\.memory: 1Ki is less than one page"):
         settings.pool_pages(config({"kvCache": {"memory": "1Ki"}}), 4096, PAGE)
 

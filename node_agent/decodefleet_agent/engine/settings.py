@@ -60,9 +60,10 @@ def chunk(text: str) -> Chunk:
             return int(text)
 
 
-def pool_pages(config: AgentConfig, context_length: int, page_bytes: int) -> int:
+def pool_pages(config: AgentConfig, context_length: int, page_bytes: int, device_memory: int | None = None) -> int:
     """Pages of the KV pool: what `engine.kvCache.memory` holds, else what maxBatch whole contexts need, at most a quarter of the memory.
 
+    `device_memory`: bytes free on a device, if it is not the host's memory; the pool may have three quarters, as the weights are there.
     Raises ModelError where that is less than one page.
     """
     if config.engine.kv_cache.memory is not None:
@@ -72,7 +73,8 @@ def pool_pages(config: AgentConfig, context_length: int, page_bytes: int) -> int
             raise ModelError(f"engine.kvCache.memory: {memory} is less than one page of this model; set at least {page_bytes} bytes")
         return pages
     wanted = config.engine.batching.max_batch * pages_for(context_length)
-    return max(1, min(wanted, int(available_memory(config) / 4 // page_bytes)))
+    most = available_memory(config) / 4 if device_memory is None else device_memory * 0.75
+    return max(1, min(wanted, int(most // page_bytes)))
 
 
 def available_memory(config: AgentConfig) -> float:

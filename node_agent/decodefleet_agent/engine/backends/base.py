@@ -21,6 +21,11 @@ class Backend(Protocol):
     instructions: str  # the processor's instruction sets that it uses
     numerics: str  # what else its bits depend on
 
+    @property
+    def device_memory(self) -> int | None:
+        """Bytes that are free for the KV pool where that is not the host's memory, else None."""
+        ...
+
     def page_bytes(self, config: ModelConfig) -> int:
         """Bytes of one page of 16 tokens, keys and values of all layers."""
         ...

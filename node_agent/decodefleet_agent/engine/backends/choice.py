@@ -1,14 +1,17 @@
-"""Which backend serves a model: `cpu` where its library is there and the model fits it, else `reference`."""
+"""Which backend serves a model: `cuda` where a GPU is, `cpu` where its library is, each if the model fits it; else `reference`."""
 
 from __future__ import annotations
 
 import logging
 import os
 
+import torch
+
 from decodefleet.config import AgentConfig
-from decodefleet_agent.engine.backends import native
+from decodefleet_agent.engine.backends import cpu, cuda, native
 from decodefleet_agent.engine.backends.base import Backend
-from decodefleet_agent.engine.backends.cpu import CpuBackend, refusal
+from decodefleet_agent.engine.backends.cpu import CpuBackend
+from decodefleet_agent.engine.backends.cuda import CudaBackend
 from decodefleet_agent.engine.backends.native import KVFormat
 from decodefleet_agent.engine.backends.reference import ReferenceBackend
 from decodefleet_agent.engine.weights import ModelConfig
@@ -22,8 +25,10 @@ def choose(config: AgentConfig, model: ModelConfig, threads: int) -> Backend:
     """Raises ModelError where the one that DECODEFLEET_BACKEND or the precision asks for cannot serve."""
     forced = os.environ.get(VARIABLE) or "auto"
     precision = config.engine.precision
-    if forced not in ("auto", "cpu", "reference"):
-        raise ModelError(f"{VARIABLE}: there is no backend {forced!r}; set cpu or reference, or unset it")
+    if forced not in ("auto", "cpu", "cuda", "reference"):
+        raise ModelError(f"{VARIABLE}: there is no backend {forced!r}; set cpu or reference, or cuda where a GPU is, or unset it")
+    if (gpu := _cuda(forced, config, model)) is not None:
+        return gpu
     why = f"{VARIABLE} says so" if forced == "reference" else _why_not_cpu(str(precision.weights), model)
     if why is None:
         kv_format = KVFormat.int8 if precision.kv_cache == "auto" else KVFormat[precision.kv_cache]
@@ -41,6 +46,22 @@ def choose(config: AgentConfig, model: ModelConfig, threads: int) -> Backend:
     return ReferenceBackend()
 
 
+def _cuda(forced: str, config: AgentConfig, model: ModelConfig) -> Backend | None:
+    """None where there is no GPU, or another backend must serve."""
+    if forced not in ("auto", "cuda") or (forced == "auto" and not cuda.has_gpu()):
+        return None
+    precision = config.engine.precision
+    why = "engine.precision.kvCache is fp32" if precision.kv_cache == "fp32" else cuda.refusal(model)
+    if why is None:
+        backend = CudaBackend(torch.float32 if precision.weights == "fp32" else None)
+        log.info("backend cuda: %s, KV cache %s", backend.numerics, backend.kv_format)
+        return backend
+    if forced == "cuda":
+        raise ModelError(f"{VARIABLE} is cuda, and that backend cannot serve: {why}; unset it, or set it to cpu or reference")
+    log.warning("the GPU is not used: %s", why)
+    return None
+
+
 def _why_not_cpu(weights: str, model: ModelConfig) -> str | None:
     if weights == "fp32":
         return "engine.precision.weights is fp32"
@@ -48,5 +69,5 @@ def _why_not_cpu(weights: str, model: ModelConfig) -> str | None:
         native.library()
     except OSError as error:
         return f"its library is not there ({error}); install the package where a C++ compiler is"
-    problem = refusal(model)
+    problem = cpu.refusal(model)
     return f"the model has {problem}" if problem else None

@@ -57,6 +57,7 @@ class CpuBackend:
         self.numerics = "int8 blocks of 32"  # all tiers give the same bits
         self._kv, self._threads = kv_format, threads
         self._engine: int | None = None
+        self.device_memory: int | None = None
         self._logits = np.empty((0, 0), np.float32)
 
     def __del__(self) -> None:

@@ -55,6 +55,7 @@ class ReferenceBackend:
     """See `Backend`."""
 
     name = "reference"
+    device_memory = None
     revision = 1
     kv_format = "fp32"
     sample = staticmethod(sample_rows)
