@@ -12,10 +12,12 @@ PROTOS := $(wildcard proto/decodefleet/v1/*.proto)
 NATIVE := node_agent/decodefleet_agent/engine/backends/libdecodefleet.so
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SOAK_ARGS ?=
+SANITIZED = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help up install native native-sanitize test lint e2e mutate proto crd docs-reference bench bench-peers bench-vllm bench-chunking bench-streaming bench-warmup gpu-check clean
+.PHONY: help up install native native-sanitize test lint e2e mutate proto crd docs-reference bench bench-peers bench-vllm bench-chunking bench-streaming bench-warmup soak-engine gpu-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,9 +42,12 @@ $(NATIVE): hatch_build.py $(wildcard node_agent/native/*)
 
 native-sanitize: $(INSTALLED) ## the native backend's tests under the address and undefined-behaviour sanitizers
 	$(BIN)/python hatch_build.py sanitize
-	LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-	    $(BIN)/pytest tests/agent/test_cpu_kernels.py tests/agent/test_native_sampling.py tests/agent/test_engine_contract.py -k 'not reference and not demo' $(PYTEST_ARGS); \
+	$(SANITIZED) $(BIN)/pytest tests/agent/test_cpu_kernels.py tests/agent/test_native_sampling.py tests/agent/test_engine_contract.py -k 'not reference and not demo' $(PYTEST_ARGS); \
 	    status=$$?; $(BIN)/python hatch_build.py; exit $$status
+
+soak-engine: $(INSTALLED) ## ten minutes of random traffic on the native backend, under both sanitizers; SOAK_ARGS='--seconds 60' for less
+	$(BIN)/python hatch_build.py sanitize
+	$(SANITIZED) OMP_NUM_THREADS=1 $(BIN)/python tools/soak_engine.py $(SOAK_ARGS); status=$$?; $(BIN)/python hatch_build.py; exit $$status
 
 test: native ## unit, agent and operator tests; those of the operator need KUBEBUILDER_ASSETS or the programs on PATH
 	$(BIN)/pytest -m 'not e2e' -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
