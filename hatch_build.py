@@ -22,7 +22,9 @@ LIBRARY = Path("node_agent/decodefleet_agent/engine/backends/libdecodefleet.so")
 FLAGS = ["-std=c++17", "-O3", "-g1", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
 # Each tier may use its own instructions; whether the processor has them is asked when the program runs.
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
-TIER_FLAGS = {"tier_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"], "tier_avx512.cpp": _AVX512}
+TIER_FLAGS = {"tier_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"], "tier_avx512.cpp": _AVX512, "tier_amx.cpp": _AVX512}
+# What a compiler and its assembler must take for a tier to be built.
+TIER_PROBES = {"tier_avx512.cpp": '__asm__("vpdpbusd %zmm0, %zmm0, %zmm0");', "tier_amx.cpp": '__asm__("tdpbssd %tmm2, %tmm1, %tmm0");'}
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 
 
@@ -47,9 +49,16 @@ def build(root: Path, sanitize: bool = False) -> str | None:
             return done.stderr or f"exit status {done.returncode}" if done.returncode else ""
 
         def compiled(source: Path) -> str:
-            return run([*common, *tiers.get(source.name, []), "-c", str(source), "-o", str(Path(scratch, source.stem + ".o"))])
+            return run([*common, *absent, *tiers.get(source.name, []), "-c", str(source), "-o", str(Path(scratch, source.stem + ".o"))])
 
-        sources = sorted((root / SOURCES).glob("*.cpp"))
+        def can_build(tier: str) -> bool:
+            probe = Path(scratch, "probe.cpp")
+            probe.write_text(TIER_PROBES[tier])
+            return not run([*tiers[tier], "-c", str(probe), "-o", str(probe.with_suffix(".o"))])
+
+        unsupported = {tier for tier in TIER_PROBES if tier in tiers and not can_build(tier)}
+        absent = [f"-DDECODEFLEET_WITHOUT_{Path(tier).stem.removeprefix('tier_').upper()}" for tier in sorted(unsupported)]
+        sources = sorted(source for source in (root / SOURCES).glob("*.cpp") if source.name not in unsupported)
         with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1)) as pool:
             errors = [error for error in pool.map(compiled, sources) if error]
         if not errors:

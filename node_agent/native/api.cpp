@@ -37,6 +37,7 @@ void df_products(df_engine* engine, int32_t rows, int32_t samples) { engine->eng
 void df_linear_rows(const char* tier, const df_linear* linear, const float* x, int32_t rows, float* out) {
     FlushDenormals flush;
     const Kernels& kernels = *find_kernels(tier);
+    Entered entered(kernels);
     ActivationBuffer buffer(linear->inputs);
     const Activations& activations = buffer.resize(rows);
     std::vector<float> row(linear->inputs);

@@ -10,6 +10,20 @@ constexpr int ROWS = 64;  // of an item: their activations stay in the cache whi
 
 int divided(int a, int b) { return (a + b - 1) / b; }
 
+// Tiles of an item of work: a few, which are read side by side, but not so many that a thread idles long at the end.
+int tiles_of_item(const df_linear* const* linears, int count, int threads) {
+    int tiles = 0, best = 1, least = 0;
+    for (int i = 0; i < count; i++) tiles += tiles_of(*linears[i]);
+    if (tiles >= 64 * threads) return 16;
+    for (int size = 1; size <= 4; size++) {
+        int items = 0;
+        for (int i = 0; i < count; i++) items += divided(tiles_of(*linears[i]), size);
+        int time = divided(items, threads) * size;
+        if (size == 1 || time <= least) best = size, least = time;
+    }
+    return best;
+}
+
 template <class T>
 void grow(std::vector<T>& values, size_t size) {
     if (values.size() < size) values.resize(size);
@@ -18,6 +32,7 @@ void grow(std::vector<T>& values, size_t size) {
 }  // namespace
 
 const Activations& ActivationBuffer::resize(int rows) {
+    rows = divided(rows, 16) * 16;
     size_t blocks = static_cast<size_t>(rows) * inputs_ / BLOCK;
     grow(values_, blocks * BLOCK);
     grow(scales_, blocks);
@@ -48,6 +63,7 @@ void Engine::step(const df_batch& batch) {
     resize(rows, batch.samples);
     attention_.plan(batch);
     threads_.run([&](int thread) {
+        Entered entered(kernels_);
         for (int index = 0; index < model_.layers; index++) {
             const df_layer& layer = model_.layer[index];
             threads_.phase(rows, [&](int row) {
@@ -91,6 +107,7 @@ void Engine::products(int rows, int samples) {
     grow(products_, std::max(static_cast<size_t>(samples) * model_.head.outputs, static_cast<size_t>(rows) * model_.intermediate));
     const int width = (model_.heads + 2 * model_.kv_heads) * model_.head_dim;
     threads_.run([&](int) {
+        Entered entered(kernels_);
         for (int index = 0; index < model_.layers; index++) {
             const df_layer& layer = model_.layer[index];
             const df_linear *projections[] = {&layer.q, &layer.k, &layer.v}, *output = &layer.output, *down = &layer.down;
@@ -113,10 +130,7 @@ void Engine::normalize(const float* x, const float* weight, const df_linear& nex
 
 // Several matrices with the same inputs, their outputs side by side.
 void Engine::matrix(const df_linear* const* linears, int count, const Activations& x, int rows, float* out, int stride, bool add) {
-    int tiles = 0;
-    for (int i = 0; i < count; i++) tiles += tiles_of(*linears[i]);
-    // Small items share out a small matrix evenly; large ones let a thread read on without a break.
-    const int group = std::clamp(tiles / (16 * threads_.count()), 1, 16), chunks = divided(rows, ROWS);
+    const int group = tiles_of_item(linears, count, threads_.count()), chunks = divided(rows, ROWS);
     int groups = 0;
     for (int i = 0; i < count; i++) groups += divided(tiles_of(*linears[i]), group);
     threads_.phase(groups * chunks, [&](int item) {
@@ -133,7 +147,7 @@ void Engine::matrix(const df_linear* const* linears, int count, const Activation
 
 // Gate and up projections, SwiGLU and its quantisation, in pieces of as many outputs as are quantised together.
 void Engine::gate_up(int thread, const df_layer& layer, int rows) {
-    const int rotation = rotation_of(layer.down), piece = rotation ? rotation : BLOCK, tiles = piece / TILE, chunks = divided(rows, ROWS);
+    const int rotation = rotation_of(layer.down), piece = model_.intermediate % 64 ? BLOCK : 64, tiles = piece / TILE, chunks = divided(rows, ROWS);
     threads_.phase(model_.intermediate / piece * chunks, [&](int item) {
         int at = item / chunks, first_row = item % chunks * ROWS, count = std::min(rows - first_row, ROWS);
         float *gate = scratch(thread), *up = gate + static_cast<size_t>(ROWS) * piece;

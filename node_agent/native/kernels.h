@@ -1,6 +1,7 @@
 // What each instruction-set tier implements. All tiers give the same bits: the same operations in the same order.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "abi.h"
@@ -14,13 +15,16 @@ constexpr int PARTITION = 256;  // tokens whose softmax is one piece
 constexpr int SCAN = 64;  // logits that sampling looks at together
 constexpr int GROUP = 3;  // query heads that read keys and values together
 
-// Rows quantised to int8 in blocks of 32.
+// Rows quantised to int8 in blocks of 32. Kernels may read up to a multiple of 16 rows.
 struct Activations {
     int8_t* values;  // [rows, inputs]
-    float* scales;  // [rows, inputs / 32]
-    float* weighted_sums;  // [rows, inputs / 32] scale times sum of the block
-    int32_t* sums;  // [rows, inputs / 32]
+    float* scales;  // [rows / 16, inputs / 32, 16]
+    float* weighted_sums;  // scale times sum of the block
+    int32_t* sums;
     int32_t inputs;
+
+    // Where a row's first block is in scales and sums; each next one is 16 further.
+    size_t first_block(int row) const { return static_cast<size_t>(row / 16) * (inputs / BLOCK) * 16 + row % 16; }
 };
 
 // One head's keys and values of 16 tokens in the pool.
@@ -53,6 +57,8 @@ struct AttentionPart {
 
 struct Kernels {
     const char* name;
+    void (*enter)();  // on a thread before it calls `linear`
+    void (*leave)();  // and after
     // x · w + bias for some rows and some tiles of outputs, added to what is there if `add`. `out` is where the first of each go.
     void (*linear)(const df_linear& w, int first_tile, int last_tile, const Activations& x, int first_row, int last_row, float* out, int stride, bool add);
     void (*embed)(const df_linear& w, int token, float* out);
@@ -75,9 +81,19 @@ struct Kernels {
     double (*weigh)(const double* z, double top, double* weights);
 };
 
+// While a thread computes matrices.
+class Entered {
+  public:
+    explicit Entered(const Kernels& kernels) : kernels_(kernels) { kernels_.enter(); }
+    ~Entered() { kernels_.leave(); }
+
+  private:
+    const Kernels& kernels_;
+};
+
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)
-extern const Kernels avx2_kernels, avx512_kernels;
+extern const Kernels avx2_kernels, avx512_kernels, amx_kernels;
 #endif
 
 // Null where no such tier can run; the best for a null name.

@@ -19,86 +19,120 @@ inline F16 exponential(F16 x) {
     return p * power_of_two(n);
 }
 
+inline void nothing() {}
+
 inline float exponential(float x) {
     float lanes[16];
     store(lanes, exponential(all(x)));
     return lanes[0];
 }
 
-template <int FORMAT, int R>
-void tile(const uint8_t* w, int blocks, const Activations& x, int row, F16 (&acc)[R]) {
+template <int FORMAT>
+inline const uint8_t* tile_data(const df_linear& w, int tile) {
+    return w.data + static_cast<size_t>(tile) * (w.inputs / BLOCK) * block_bytes(FORMAT);
+}
+
+// Adds a block's products of one row to what the blocks before it gave.
+template <int FORMAT>
+inline F16 add_block(F16 acc, I16 dot, const uint8_t* w, float scale, float weighted_sum) {
+    F16 factor = all(scale);
+    if constexpr (FORMAT != DF_INT8_ROTATED) factor = load_half(w) * factor;
+    acc = fma(to_float(dot), factor, acc);
+    if constexpr (FORMAT == DF_Q4_1) acc = fma(load_half(w + 2 * TILE), all(weighted_sum), acc);
+    return acc;
+}
+
+// Bias, and the place where a row's outputs of a tile go.
+template <int FORMAT>
+inline void finish_tile(const df_linear& w, int tile, F16 y, float* to, bool add) {
+    int at = tile * TILE, outputs = w.outputs - at < TILE ? w.outputs - at : TILE;
+    if constexpr (FORMAT == DF_INT8_ROTATED) y = y * load(w.output_scale + at);
+    if (outputs == TILE) {
+        if (w.bias) y = y + load(w.bias + at);
+        store(to, add ? load(to) + y : y);
+        return;
+    }
+    float lanes[TILE];
+    store(lanes, y);
+    for (int i = 0; i < outputs; i++) {
+        float one = w.bias ? lanes[i] + w.bias[at + i] : lanes[i];
+        to[i] = add ? to[i] + one : one;
+    }
+}
+
+// Some rows and a few tiles: several tiles are as many streams of memory, which a processor fetches faster than one.
+template <int FORMAT, int R, int T>
+void tile_rows(const df_linear& w, int tile, const Activations& x, int row, float* to, int stride, bool add) {
+    const int blocks = w.inputs / BLOCK;
+    const size_t tile_bytes = static_cast<size_t>(blocks) * block_bytes(FORMAT);
+    const uint8_t* data = tile_data<FORMAT>(w, tile);
     const int8_t* values[R];
     const float *scales[R], *weighted_sums[R];
     const int32_t* sums[R];
+    F16 acc[T][R];
     for (int r = 0; r < R; r++) {
-        size_t at = static_cast<size_t>(row + r) * blocks;
-        values[r] = x.values + at * BLOCK;
+        size_t at = x.first_block(row + r);
+        values[r] = x.values + static_cast<size_t>(row + r) * w.inputs;
         scales[r] = x.scales + at;
         weighted_sums[r] = x.weighted_sums + at;
         sums[r] = x.sums + at;
-        acc[r] = all(0.0f);
+        for (int t = 0; t < T; t++) acc[t][r] = all(0.0f);
     }
-    for (int b = 0; b < blocks; b++) {
-        I16 dot[R];
-        if constexpr (FORMAT == DF_Q4_0 || FORMAT == DF_Q4_1) {
-            dot_nibbles<R>(w + header_bytes(FORMAT), values, dot);
-        } else {
-            int32_t totals[R];
-            for (int r = 0; r < R; r++) totals[r] = sums[r][b];
-            dot_bytes<R>(reinterpret_cast<const int8_t*>(w) + header_bytes(FORMAT), 4 * TILE, 8, values, totals, dot);
-        }
-        for (int r = 0; r < R; r++) {
-            F16 scale = all(scales[r][b]);
-            if constexpr (FORMAT == DF_Q4_0) dot[r] = subtract(dot[r], 8 * sums[r][b]);
-            if constexpr (FORMAT != DF_INT8_ROTATED) scale = load_half(w) * scale;
-            acc[r] = fma(to_float(dot[r]), scale, acc[r]);
-            if constexpr (FORMAT == DF_Q4_1) acc[r] = fma(load_half(w + 2 * TILE), all(weighted_sums[r][b]), acc[r]);
-            values[r] += BLOCK;
-        }
-        w += block_bytes(FORMAT);
-    }
-}
-
-template <int FORMAT, int R>
-void tile_rows(const df_linear& w, int tile_index, const Activations& x, int row, float* to, int stride, bool add) {
-    int blocks = w.inputs / BLOCK, at = tile_index * TILE, outputs = w.outputs - at < TILE ? w.outputs - at : TILE;
-    F16 acc[R];
-    tile<FORMAT, R>(w.data + static_cast<size_t>(tile_index) * blocks * block_bytes(FORMAT), blocks, x, row, acc);
-    for (int r = 0; r < R; r++, to += stride) {
-        F16 y = acc[r];
-        if constexpr (FORMAT == DF_INT8_ROTATED) y = y * load(w.output_scale + at);
-        if (outputs == TILE) {
-            if (w.bias) y = y + load(w.bias + at);
-            store(to, add ? load(to) + y : y);
-        } else {
-            float lanes[TILE];
-            store(lanes, y);
-            for (int i = 0; i < outputs; i++) {
-                float one = w.bias ? lanes[i] + w.bias[at + i] : lanes[i];
-                to[i] = add ? to[i] + one : one;
+    for (int b = 0; b < blocks; b++, data += block_bytes(FORMAT)) {
+        int32_t totals[R];
+        for (int r = 0; r < R; r++) totals[r] = sums[r][16 * b];
+        for (int t = 0; t < T; t++) {
+            const uint8_t *block = data + t * tile_bytes, *quants = block + header_bytes(FORMAT);
+            if constexpr (T > 1) {  // with so few rows memory is what takes the time: the next tiles come while these are computed
+                for (int i = 0; i < block_bytes(FORMAT); i += 64) __builtin_prefetch(block + T * tile_bytes + i);
+            }
+            I16 dot[R];
+            if constexpr (FORMAT == DF_Q4_0 || FORMAT == DF_Q4_1) {
+                dot_nibbles<R>(quants, values, dot);
+            } else {
+                dot_bytes<R>(reinterpret_cast<const int8_t*>(quants), 4 * TILE, BLOCK / 4, values, totals, dot);
+            }
+            for (int r = 0; r < R; r++) {
+                if constexpr (FORMAT == DF_Q4_0) dot[r] = subtract(dot[r], 8 * totals[r]);
+                acc[t][r] = add_block<FORMAT>(acc[t][r], dot[r], block, scales[r][16 * b], weighted_sums[r][16 * b]);
             }
         }
+        for (int r = 0; r < R; r++) values[r] += BLOCK;
     }
+    for (int t = 0; t < T; t++)
+        for (int r = 0; r < R; r++) finish_tile<FORMAT>(w, tile + t, acc[t][r], to + static_cast<size_t>(r) * stride + t * TILE, add);
 }
 
-// The last rows, fewer than R.
-template <int FORMAT, int R>
-void tile_rest(int rows, const df_linear& w, int tile_index, const Activations& x, int row, float* to, int stride, bool add) {
-    if constexpr (R > 1) {
-        rows == R - 1 ? tile_rows<FORMAT, R - 1>(w, tile_index, x, row, to, stride, add)
-                      : tile_rest<FORMAT, R - 1>(rows, w, tile_index, x, row, to, stride, add);
+// Tiles that go together with so many rows: their accumulators and products must fit into the registers.
+constexpr int tiles_together(int rows) { return rows <= 2 ? MOST_TILES : rows <= 4 && MOST_TILES > 1 ? 2 : 1; }
+
+template <int FORMAT, int R, int T>
+void some_tiles(int tiles, const df_linear& w, int tile, const Activations& x, int row, float* to, int stride, bool add) {
+    if constexpr (T > 1) {
+        if (tiles < T) return some_tiles<FORMAT, R, T - 1>(tiles, w, tile, x, row, to, stride, add);
     }
+    tile_rows<FORMAT, R, T>(w, tile, x, row, to, stride, add);
+}
+
+// At most R rows.
+template <int FORMAT, int R>
+void some_rows(int rows, int tiles, const df_linear& w, int tile, const Activations& x, int row, float* to, int stride, bool add) {
+    if constexpr (R > 1) {
+        if (rows < R) return some_rows<FORMAT, R - 1>(rows, tiles, w, tile, x, row, to, stride, add);
+    }
+    some_tiles<FORMAT, R, tiles_together(R)>(tiles, w, tile, x, row, to, stride, add);
 }
 
 template <int FORMAT>
 void linear_of(const df_linear& w, int first_tile, int last_tile, const Activations& x, int first_row, int last_row, float* out, int stride, bool add) {
-    for (int t = first_tile; t < last_tile; t++, out += TILE) {
-        int row = first_row;
+    const int most = tiles_together(last_row - first_row);
+    for (int t = first_tile, tiles; t < last_tile; t += tiles, out += tiles * TILE) {
+        tiles = last_tile - t < most ? last_tile - t : most;
         float* to = out;
-        for (; row + ROWS_TOGETHER <= last_row; row += ROWS_TOGETHER, to += static_cast<size_t>(ROWS_TOGETHER) * stride) {
-            tile_rows<FORMAT, ROWS_TOGETHER>(w, t, x, row, to, stride, add);
+        for (int row = first_row, rows; row < last_row; row += rows, to += static_cast<size_t>(rows) * stride) {
+            rows = last_row - row < ROWS_TOGETHER ? last_row - row : ROWS_TOGETHER;
+            some_rows<FORMAT, ROWS_TOGETHER>(rows, tiles, w, t, x, row, to, stride, add);
         }
-        if (row < last_row) tile_rest<FORMAT, ROWS_TOGETHER>(last_row - row, w, t, x, row, to, stride, add);
     }
 }
 
@@ -171,8 +205,9 @@ inline F16 quantized(F16 x, F16 inverse) { return round(min(max(x * inverse, all
 
 void quantize(float* x, int size, int rotation, const Activations& out, int row, int start) {
     if (rotation) rotate(x, size, rotation);
-    size_t at = static_cast<size_t>(row) * out.inputs + start;
-    for (int i = 0; i < size; i += BLOCK, at += BLOCK) {
+    int8_t* values = out.values + static_cast<size_t>(row) * out.inputs + start;
+    size_t at = out.first_block(row) + 16 * (start / BLOCK);
+    for (int i = 0; i < size; i += BLOCK, at += 16) {
         F16 a[2], top = all(0.0f);
         for (int j = 0; j < 2; j++) {
             a[j] = load(x + i + 16 * j);
@@ -181,10 +216,10 @@ void quantize(float* x, int size, int rotation, const Activations& out, int row,
         float size_of = largest(top), scale = size_of / 127.0f;
         F16 inverse = all(size_of > 0 ? 127.0f / size_of : 0.0f);
         for (F16& one : a) one = quantized(one, inverse);
-        int32_t total = store_int8(out.values + at, a);
-        out.scales[at / BLOCK] = scale;
-        out.sums[at / BLOCK] = total;
-        out.weighted_sums[at / BLOCK] = scale * static_cast<float>(total);
+        int32_t total = store_int8(values + i, a);
+        out.scales[at] = scale;
+        out.sums[at] = total;
+        out.weighted_sums[at] = scale * static_cast<float>(total);
     }
 }
 
@@ -220,6 +255,7 @@ float quantize_head(const float* x, int dim, int8_t* out) {
 
 }  // namespace
 
+#define DECODEFLEET_SHARED_KERNELS \
+    embed, norm, quantize, swiglu, rope, rotate, quantize_head, attend_int8, attend_fp32, combine, scan, widen, temper, weigh
 #define DECODEFLEET_KERNELS(NAME) \
-    {NAME, linear, embed, norm, quantize, swiglu, rope, rotate, quantize_head, attend_int8, attend_fp32, combine, \
-     scan, widen, temper, weigh}
+    {NAME, nothing, nothing, linear, DECODEFLEET_SHARED_KERNELS}

@@ -9,6 +9,7 @@
 namespace {
 
 constexpr int ROWS_TOGETHER = 8;  // that share the unpacking of a tile: accumulators, products and weights fill the registers
+constexpr int MOST_TILES = 4;  // of outputs that are computed together for one or two rows
 constexpr int MIXED_TOGETHER = 4;  // vectors of values that are mixed in one pass over the tokens
 
 struct F16 {

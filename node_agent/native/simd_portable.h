@@ -8,6 +8,7 @@
 namespace {
 
 constexpr int ROWS_TOGETHER = 4;  // that share the unpacking of a tile
+constexpr int MOST_TILES = 1;  // of outputs that are computed together for one or two rows
 constexpr int MIXED_TOGETHER = 2;  // vectors of values that are mixed in one pass over the tokens
 
 struct F16 {

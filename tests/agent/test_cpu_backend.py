@@ -118,7 +118,7 @@ def test_which_backend_serves(
         monkeypatch.setenv(choice.VARIABLE, forced)
     backend = choose(config(**precision), load(small).config, 1)
     assert (backend.name, backend.kv_format) == (name, kv_format)
-    assert backend.instructions in ("avx2", "portable") or name == "reference"
+    assert backend.instructions in ("amx", "avx512", "avx2", "portable") or name == "reference"
 
 
 def test_a_model_that_does_not_fit_is_served_by_the_reference_which_says_why(
@@ -153,7 +153,7 @@ def test_without_the_library_the_reference_serves(small: Path, tmp_path: Path, m
         (choice.VARIABLE, "gpu", {}, "no backend 'gpu'; set cpu or reference"),
         (choice.VARIABLE, "reference", {"kvCache": "int8"}, "kvCache: int8 needs the cpu backend.*set auto or fp32"),
         (choice.VARIABLE, "cpu", {"weights": "fp32"}, "weights is fp32"),
-        (native.TIER_VARIABLE, "avx9", {}, "no tier 'avx9'; set avx2 or portable"),
+        (native.TIER_VARIABLE, "avx9", {}, "no tier 'avx9'; set amx, avx512, avx2 or portable"),
     ],
 )
 def test_what_cannot_be_is_said(

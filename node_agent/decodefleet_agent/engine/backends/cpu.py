@@ -44,14 +44,14 @@ class CpuBackend:
     """See `Backend`. `tier`: of instructions, the best by default."""
 
     name = "cpu"
-    revision = 1
+    revision = 2
 
     def __init__(self, threads: int, kv_format: KVFormat = KVFormat.int8, tier: str | None = None) -> None:
         self._native = native.library()
         found = native.tier(tier)
         if found is None:
             name = tier or os.environ.get(native.TIER_VARIABLE)
-            raise ModelError(f"{native.TIER_VARIABLE}: this processor has no tier {name!r}; set avx2 or portable, or unset it")
+            raise ModelError(f"{native.TIER_VARIABLE}: this processor has no tier {name!r}; set amx, avx512, avx2 or portable, or unset it")
         self.instructions = found
         self.kv_format = kv_format.name
         self.numerics = "int8 blocks of 32"  # all tiers give the same bits
