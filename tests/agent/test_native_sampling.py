@@ -17,7 +17,7 @@ from decodefleet_agent.engine.sampling import NOT_FINITE, sample_rows
 from decodefleet_agent.messages import Sampling
 
 pytestmark = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native library was not built: there is no C++ compiler")
-TIERS = [tier for tier in ("portable", "avx2", "avx512") if native.LIBRARY.exists() and native.tier(tier)]
+TIERS = [tier for tier in ("portable", "avx2", "avx512", "amx") if native.LIBRARY.exists() and native.tier(tier)]
 CLOSE = 1e-9
 
 

@@ -12,20 +12,25 @@ from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.sampling import token_logprob
 from decodefleet_agent.messages import Sampling, Submit
 
-PATIENCE = 30.0
+PATIENCE = 10.0
 
 
 def test_what_runs_meanwhile_runs_beside_the_backend() -> None:
     streams = start()
-    honest, told = streams.backend.step, threading.Event()
+    honest, begun, told = streams.backend.step, threading.Event(), threading.Event()
+
+    def tell() -> None:
+        assert begun.wait(PATIENCE), "it had to end before the backend began"
+        told.set()
 
     def step(batch: Batch) -> np.ndarray:
+        begun.set()
         assert told.wait(PATIENCE), "the backend had to end first"
         return honest(batch)
 
     streams.backend.step = step  # type: ignore[method-assign]
     streams.handle(submit(1, [1, 2, 3], 2))
-    streams.engine.advance(told.set)
+    streams.engine.advance(tell)
     assert streams.engine.sequences[1].tokens[:3] == [1, 2, 3] and len(streams.engine.sequences[1].tokens) == 4
 
 
