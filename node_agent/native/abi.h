@@ -15,6 +15,9 @@ enum df_format : int32_t {
 
 enum df_kv_format : int32_t { DF_KV_FP32 = 0, DF_KV_INT8 = 1 };
 
+// Which tokens a row at position p attends to. DF_SLIDING_WINDOW: those before `sinks`, and the last `window`, itself included.
+enum df_sparsity : int32_t { DF_DENSE = 0, DF_SLIDING_WINDOW = 1 };
+
 struct df_linear {
     const uint8_t* data;
     const float* output_scale;  // [outputs, padded to 8], DF_INT8_ROTATED only
@@ -40,6 +43,7 @@ struct df_model {
     df_linear head;
     int32_t layers, hidden, intermediate, heads, kv_heads, head_dim, kv_format;
     float epsilon;
+    int32_t sparsity, sinks, window, budget;  // tokens
 };
 
 struct df_batch {
@@ -47,7 +51,7 @@ struct df_batch {
     const int32_t* span_start;  // [spans] position of the span's first row
     const int32_t* span_length;  // [spans]
     const int32_t* page_offset;  // [spans] where the span's pages begin in `pages`
-    const int32_t* pages;
+    const int32_t* pages;  // -1 where no row of the span sees a token of the page
     const int32_t* sampled;  // [samples] rows whose logits are wanted
     float* logits;  // [samples, vocabulary]
     int32_t rows, spans, samples;

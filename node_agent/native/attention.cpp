@@ -83,12 +83,36 @@ void Attention::run(int thread, int layer, float* qkv, const Activations& quanti
                 partition(thread, layer, qkv, tile, item % kv_heads, part, all);
                 continue;
             }
-            for (int query = 0; part && query < tile.rows * heads_per_kv_; query++) {
-                if (tile.start + query / heads_per_kv_ >= part * PARTITION) kernels_.combine(all[query], all[part * queries + query], model_.head_dim);
-            }
+            merge(tile, part, all);
         }
         finish(tile, item % kv_heads, all, quantized, rotation, out);
     });
+}
+
+bool Attention::sees(int position, int part) const {
+    const int from = part * PARTITION;
+    return position >= from && (!windowed() || from < model_.sinks || position - model_.window < from + PARTITION - 1);
+}
+
+int Attention::first_part(int position) const {
+    return windowed() && !model_.sinks ? std::max(0, position - model_.window + 1) / PARTITION : 0;
+}
+
+// Adds a partition of a tile that was split to those before it.
+void Attention::merge(const Tile& tile, int part, Partial* all) const {
+    const int dim = model_.head_dim, queries = tile.rows * heads_per_kv_;
+    const Partial* next = all + static_cast<int64_t>(part) * TILE_ROWS * heads_per_kv_;
+    for (int query = 0; part && query < queries; query++) {
+        const int position = tile.start + query / heads_per_kv_;
+        if (!sees(position, part)) continue;
+        if (part > first_part(position)) {
+            kernels_.combine(all[query], next[query], dim);
+            continue;
+        }
+        all[query].top = next[query].top;
+        all[query].sum = next[query].sum;
+        std::memcpy(all[query].values, next[query].values, dim * sizeof(float));
+    }
 }
 
 void Attention::write(int layer, int row, int kv_head, float* qkv) {
@@ -125,34 +149,52 @@ void Attention::write(int layer, int row, int kv_head, float* qkv) {
 }
 
 void Attention::partition(int thread, int layer, const float* qkv, const Tile& tile, int kv_head, int part, Partial* all) {
-    const int dim = model_.head_dim, from = part * PARTITION, last = tile.start + tile.rows - 1;
+    const int dim = model_.head_dim, from = part * PARTITION;
     const bool int8 = model_.kv_format == DF_KV_INT8;
+    // Rows before `begin` come before this partition, and the window of those from `end` on after it.
+    const int begin = std::max(0, from - tile.start);
+    int end = tile.rows;
+    if (windowed() && from >= model_.sinks) end = std::min(end, from + PARTITION - 1 + model_.window - tile.start);
+    if (begin >= end) return;
+    // Pages between the sinks and the first row's window are left out: they would add zeros.
+    int kept = PARTITION / PAGE, next = kept;
+    if (windowed()) {
+        kept = std::clamp((model_.sinks - from + PAGE - 1) / PAGE, 0, PARTITION / PAGE);
+        next = std::clamp((std::max(0, tile.start + begin - model_.window + 1) - from) / PAGE, kept, PARTITION / PAGE);
+    }
+    const int left_out = (next - kept) * PAGE;
     PageView pages[PARTITION / PAGE];
-    for (int i = 0; i < PARTITION / PAGE && from + i * PAGE <= last; i++) pages[i] = page(layer, tile.pages[from / PAGE + i], kv_head);
+    int count = 0;
+    for (int i = 0; i < PARTITION / PAGE && from + i * PAGE < tile.start + end; i++) {
+        if (i < kept || i >= next) pages[count++] = page(layer, tile.pages[from / PAGE + i], kv_head);
+    }
     float* scratch = &scratch_[static_cast<size_t>(thread) * GROUP * (PARTITION + dim)];
     AttentionPart work{};
     work.pages = pages;
     work.dim = dim;
     work.scratch = scratch;
-    const int queries = tile.rows * heads_per_kv_;
-    // Rows that come before this partition see nothing of it.
-    for (int query = std::max(0, from - tile.start) * heads_per_kv_; query < queries; query += work.count) {
-        work.count = std::min(GROUP, queries - query);
+    bool begins[GROUP];
+    for (int query = begin * heads_per_kv_; query < end * heads_per_kv_; query += work.count) {
+        work.count = std::min(GROUP, end * heads_per_kv_ - query);
         for (int i = 0; i < work.count; i++) {
             int row = (query + i) / heads_per_kv_, head = kv_head * heads_per_kv_ + (query + i) % heads_per_kv_;
             size_t number = static_cast<size_t>(tile.first_row + row) * model_.heads + head;
-            work.tokens[i] = std::min(PARTITION, tile.start + row + 1 - from);
+            const int position = tile.start + row;
+            work.tokens[i] = std::min(PARTITION, position + 1 - from) - left_out;
+            work.hidden_from[i] = std::max(0, model_.sinks - from);
+            work.hidden_to[i] = windowed() ? std::min(work.tokens[i], position - model_.window + 1 - from - left_out) : 0;
+            begins[i] = split_ || part == first_part(position);
             if (int8) {
                 work.int8_queries[i] = &int8_queries_[number * dim];
                 work.scales[i] = query_scales_[number];
             } else {
                 work.queries[i] = qkv + static_cast<size_t>(tile.first_row + row) * (model_.heads + 2 * model_.kv_heads) * dim + head * dim;
             }
-            work.result[i].values = split_ || !part ? all[query + i].values : scratch + GROUP * PARTITION + i * dim;
+            work.result[i].values = begins[i] ? all[query + i].values : scratch + GROUP * PARTITION + i * dim;
         }
         int8 ? kernels_.attend_int8(work) : kernels_.attend_fp32(work);
         for (int i = 0; i < work.count; i++) {
-            if (split_ || !part) {
+            if (begins[i]) {
                 all[query + i] = work.result[i];
             } else {
                 kernels_.combine(all[query + i], work.result[i], dim);

@@ -31,10 +31,15 @@ class Attention {
         int partitions() const { return (start + rows - 1) / PARTITION + 1; }
     };
 
+    bool windowed() const { return model_.sparsity == DF_SLIDING_WINDOW; }
+    // Whether a row sees any token of a partition, and the first one of which it does.
+    bool sees(int position, int part) const;
+    int first_part(int position) const;
     void write(int layer, int row, int kv_head, float* qkv);
     void partition(int thread, int layer, const float* qkv, const Tile& tile, int kv_head, int part, Partial* all);
     void finish(const Tile& tile, int kv_head, const Partial* all, const Activations& quantized, int rotation, float* out);
     PageView page(int layer, int32_t page, int kv_head) const;
+    void merge(const Tile& tile, int part, Partial* all) const;
 
     const df_model& model_;
     const Kernels& kernels_;

@@ -43,7 +43,8 @@ struct AttentionPart {
     const int8_t* int8_queries[GROUP];
     const float* queries[GROUP];  // fp32 keys and values only
     float scales[GROUP];  // of the int8 queries, the 1 / sqrt(dim) included
-    int tokens[GROUP];  // that the query sees in this partition; at least 1
+    int tokens[GROUP];  // of this partition up to the query's last; at least 1
+    int hidden_from[GROUP], hidden_to[GROUP];  // among these, tokens that the query does not see; empty where to <= from
     int count;
     int dim;
     float* scratch;  // [GROUP, PARTITION]

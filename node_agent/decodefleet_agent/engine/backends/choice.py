@@ -27,7 +27,7 @@ def choose(config: AgentConfig, model: ModelConfig, threads: int) -> Backend:
     why = f"{VARIABLE} says so" if forced == "reference" else _why_not_cpu(str(precision.weights), model)
     if why is None:
         kv_format = KVFormat.int8 if precision.kv_cache == "auto" else KVFormat[precision.kv_cache]
-        backend = CpuBackend(threads, kv_format)
+        backend = CpuBackend(threads, kv_format, sparsity=config.engine.kv_cache.sparsity)
         log.info("backend cpu: instructions %s, %d threads, KV cache %s", backend.instructions, threads, backend.kv_format)
         return backend
     if forced == "cpu":
@@ -38,7 +38,7 @@ def choose(config: AgentConfig, model: ModelConfig, threads: int) -> Backend:
         )
     asked_for = forced == "reference" or str(precision.weights) == "fp32"
     log.log(logging.INFO if asked_for else logging.WARNING, "backend reference, which is slow: %s", why)
-    return ReferenceBackend()
+    return ReferenceBackend(config.engine.kv_cache.sparsity)
 
 
 def _why_not_cpu(weights: str, model: ModelConfig) -> str | None:

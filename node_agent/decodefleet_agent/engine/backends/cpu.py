@@ -12,6 +12,7 @@ from itertools import chain
 
 import numpy as np
 
+from decodefleet.config import Sparsity
 from decodefleet_agent.engine.backends import native
 from decodefleet_agent.engine.backends.base import Progress
 from decodefleet_agent.engine.backends.native import KVFormat
@@ -19,6 +20,7 @@ from decodefleet_agent.engine.backends.packing import BLOCK, Arena, Packed, pack
 from decodefleet_agent.engine.backends.rotary import rotary_tables
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS
+from decodefleet_agent.engine.sparsity import described
 from decodefleet_agent.engine.weights import ModelConfig, Weights
 from decodefleet_agent.model_files import ModelError
 
@@ -38,12 +40,14 @@ def refusal(config: ModelConfig) -> str | None:
 
 
 class CpuBackend:
-    """See `Backend`. `tier`: of instructions, the best by default."""
+    """See `Backend`. `tier`: of instructions, the best by default. `sparsity`: which tokens a row attends to."""
 
     name = "cpu"
     revision = 1
 
-    def __init__(self, threads: int, kv_format: KVFormat = KVFormat.int8, tier: str | None = None) -> None:
+    def __init__(
+        self, threads: int, kv_format: KVFormat = KVFormat.int8, tier: str | None = None, sparsity: Sparsity | None = None
+    ) -> None:
         self._native = native.library()
         found = native.tier(tier)
         if found is None:
@@ -51,7 +55,8 @@ class CpuBackend:
             raise ModelError(f"{native.TIER_VARIABLE}: this processor has no tier {name!r}; set avx2 or portable, or unset it")
         self.instructions = found
         self.kv_format = kv_format.name
-        self.numerics = "int8 blocks of 32"  # all tiers give the same bits
+        self.sparsity = sparsity or Sparsity()
+        self.numerics = "int8 blocks of 32" + described(self.sparsity)  # all tiers give the same bits
         self._kv, self._threads = kv_format, threads
         self._engine: int | None = None
         self._logits = np.empty((0, 0), np.float32)
@@ -94,6 +99,10 @@ class CpuBackend:
             head_dim=config.head_dim,
             kv_format=self._kv,
             epsilon=config.rms_norm_eps,
+            sparsity=native.SparsityPolicy[self.sparsity.policy.name],
+            sinks=self.sparsity.sinks,
+            window=self.sparsity.window,
+            budget=self.sparsity.budget_tokens,
         )
         self._close()
         self._engine = self._native.df_create(ctypes.byref(self._model), self.instructions.encode(), self._threads)

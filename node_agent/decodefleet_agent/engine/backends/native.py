@@ -30,6 +30,13 @@ class KVFormat(enum.IntEnum):
     int8 = 1
 
 
+class SparsityPolicy(enum.IntEnum):
+    """df_sparsity, by the names of the configuration"""
+
+    None_ = 0
+    SlidingWindow = 1
+
+
 class Linear(c.Structure):
     _fields_ = (
         ("data", c.c_void_p),
@@ -60,6 +67,7 @@ class Model(c.Structure):
         ("head", Linear),
         *((name, c.c_int32) for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "kv_format")),
         ("epsilon", c.c_float),
+        *((name, c.c_int32) for name in ("sparsity", "sinks", "window", "budget")),
     )
 
 
