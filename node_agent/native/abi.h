@@ -16,7 +16,8 @@ enum df_format : int32_t {
 enum df_kv_format : int32_t { DF_KV_FP32 = 0, DF_KV_INT8 = 1 };
 
 // Which tokens a row at position p attends to. DF_SLIDING_WINDOW: those before `sinks`, and the last `window`, itself included.
-enum df_sparsity : int32_t { DF_DENSE = 0, DF_SLIDING_WINDOW = 1 };
+// DF_HIERARCHICAL: the pages of these, whole, and of the pages between them as many as make up `budget`, picked by summaries; int8 only.
+enum df_sparsity : int32_t { DF_DENSE = 0, DF_SLIDING_WINDOW = 1, DF_HIERARCHICAL = 2 };
 
 struct df_linear {
     const uint8_t* data;
@@ -65,6 +66,7 @@ int64_t df_page_bytes(const df_model* model);  // one page of one layer
 df_engine* df_create(const df_model* model, const char* tier, int32_t threads);
 void df_destroy(df_engine* engine);
 void df_set_pool(df_engine* engine, uint8_t* pool, int64_t pages);  // [layers, pages, page bytes]
+int64_t df_bytes_read(const df_engine* engine);  // by attention, from the pool, since the engine was created
 void df_step(df_engine* engine, const df_batch* batch);
 // The matrix products of a step of so many rows, and nothing else: the floor that a step is measured against.
 void df_products(df_engine* engine, int32_t rows, int32_t samples);

@@ -26,6 +26,8 @@ void df_destroy(df_engine* engine) { delete engine; }
 
 void df_set_pool(df_engine* engine, uint8_t* pool, int64_t pages) { engine->engine.set_pool(pool, pages); }
 
+int64_t df_bytes_read(const df_engine* engine) { return engine->engine.bytes_read(); }
+
 void df_step(df_engine* engine, const df_batch* batch) { engine->engine.step(*batch); }
 
 void df_products(df_engine* engine, int32_t rows, int32_t samples) { engine->engine.products(rows, samples); }

@@ -15,10 +15,12 @@ constexpr int TILE_ROWS = 16;
 Attention::Attention(const df_model& model, const Kernels& kernels, Threads& threads)
     : model_(model), kernels_(kernels), threads_(threads), heads_per_kv_(model.heads / model.kv_heads) {
     scratch_.resize(static_cast<size_t>(threads.count()) * GROUP * (PARTITION + model.head_dim));
+    selection_.resize(threads.count());
 }
 
 int64_t Attention::head_bytes(const df_model& model) {
-    return model.kv_format == DF_KV_INT8 ? PAGE * (2 * model.head_dim + 8) : PAGE * 2 * model.head_dim * 4;
+    if (model.kv_format != DF_KV_INT8) return PAGE * 2 * model.head_dim * 4;
+    return PAGE * (2 * model.head_dim + 8) + (model.sparsity == DF_HIERARCHICAL ? 2 * (2 * model.head_dim + 4) : 0);
 }
 
 void Attention::set_pool(uint8_t* pool, int64_t pages) {
@@ -30,7 +32,7 @@ PageView Attention::page(int layer, int32_t page, int kv_head) const {
     uint8_t* base = pool_ + ((layer * pages_ + page) * model_.kv_heads + kv_head) * head_bytes(model_);
     int64_t half = static_cast<int64_t>(PAGE) * model_.head_dim * (model_.kv_format == DF_KV_INT8 ? 1 : 4);
     float* scales = reinterpret_cast<float*>(base + 2 * half);
-    return {base, base + half, scales, scales + PAGE};
+    return {base, base + half, scales, scales + PAGE, reinterpret_cast<int8_t*>(scales + 2 * PAGE)};
 }
 
 void Attention::plan(const df_batch& batch) {
@@ -38,12 +40,13 @@ void Attention::plan(const df_batch& batch) {
     positions_.resize(batch.rows);
     page_of_.resize(batch.rows);
     most_partitions_ = 0;
+    const int tile_rows = hierarchical() ? 1 : TILE_ROWS;
     int row = 0;
     for (int span = 0; span < batch.spans; span++) {
         const int32_t* pages = batch.pages + batch.page_offset[span];
         int start = batch.span_start[span], end = start + batch.span_length[span];
-        for (int position = start; position < end; position += TILE_ROWS) {
-            tiles_.push_back({row + position - start, std::min(TILE_ROWS, end - position), position, pages});
+        for (int position = start; position < end; position += tile_rows) {
+            tiles_.push_back({row + position - start, std::min(tile_rows, end - position), position, pages});
             most_partitions_ = std::max(most_partitions_, tiles_.back().partitions());
         }
         for (int position = start; position < end; position++, row++) {
@@ -51,9 +54,10 @@ void Attention::plan(const df_batch& batch) {
             page_of_[row] = pages[position / PAGE];
         }
     }
+    if (hierarchical()) plan_selected(batch);
     int items = static_cast<int>(tiles_.size()) * model_.kv_heads;
     split_ = most_partitions_ > 1 && items < 4 * threads_.count();
-    size_t states = static_cast<size_t>(split_ ? items * most_partitions_ : threads_.count()) * TILE_ROWS * heads_per_kv_;
+    size_t states = static_cast<size_t>(split_ ? items * most_partitions_ : threads_.count()) * tile_rows * heads_per_kv_;
     size_t queries = static_cast<size_t>(batch.rows) * model_.heads;
     if (model_.kv_format == DF_KV_INT8) int8_queries_.resize(queries * model_.head_dim);
     query_scales_.resize(queries);
@@ -68,6 +72,7 @@ void Attention::run(int thread, int layer, float* qkv, const Activations& quanti
     const int kv_heads = model_.kv_heads, items = static_cast<int>(tiles_.size()) * kv_heads;
     const int64_t queries = static_cast<int64_t>(TILE_ROWS) * heads_per_kv_;
     threads_.phase(static_cast<int>(positions_.size()) * kv_heads, [&](int item) { write(layer, item / kv_heads, item % kv_heads, qkv); });
+    if (hierarchical()) return run_selected(thread, layer, quantized, rotation, out);
     if (split_) {
         threads_.phase(items * most_partitions_, [&](int item) {
             const Tile& tile = tiles_[item / most_partitions_ / kv_heads];
@@ -168,6 +173,7 @@ void Attention::partition(int thread, int layer, const float* qkv, const Tile& t
     for (int i = 0; i < PARTITION / PAGE && from + i * PAGE < tile.start + end; i++) {
         if (i < kept || i >= next) pages[count++] = page(layer, tile.pages[from / PAGE + i], kv_head);
     }
+    selection_[thread].bytes_read += count * (head_bytes(model_));
     float* scratch = &scratch_[static_cast<size_t>(thread) * GROUP * (PARTITION + dim)];
     AttentionPart work{};
     work.pages = pages;

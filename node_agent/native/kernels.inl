@@ -206,8 +206,9 @@ float quantize_head(const float* x, int dim, int8_t* out) {
 }
 
 #include "attention.inl"
+#include "selection.inl"
 
 }  // namespace
 
 #define DECODEFLEET_KERNELS(NAME) \
-    {NAME, linear, embed, norm, quantize, swiglu, rope, rotate, quantize_head, attend_int8, attend_fp32, combine}
+    {NAME, linear, embed, norm, quantize, swiglu, rope, rotate, quantize_head, attend_int8, attend_fp32, combine, score_summary}

@@ -40,6 +40,7 @@ AnyBackend = ReferenceBackend | CpuBackend
 PAGES = 128
 WINDOW = Sparsity(policy=SparsityPolicy.SlidingWindow, sinks=10, window=37)
 NO_SINKS = Sparsity(policy=SparsityPolicy.SlidingWindow, sinks=0, window=50)
+HIERARCHICAL = Sparsity(policy=SparsityPolicy.Hierarchical, sinks=10, window=17, budget_tokens=32)
 # What each backend is called here -> how it is made, with a number of threads (the reference has PyTorch's).
 BACKENDS: dict[str, Callable[[int], AnyBackend]] = {
     "reference": lambda threads: ReferenceBackend(),
@@ -49,6 +50,8 @@ BACKENDS: dict[str, Callable[[int], AnyBackend]] = {
     "reference-window": lambda threads: ReferenceBackend(WINDOW),
     "cpu-window": lambda threads: CpuBackend(threads, sparsity=WINDOW),
     "cpu-fp32-window": lambda threads: CpuBackend(threads, KVFormat.fp32, sparsity=NO_SINKS),
+    "cpu-hierarchical": lambda threads: CpuBackend(threads, sparsity=HIERARCHICAL),
+    "cpu-portable-hierarchical": lambda threads: CpuBackend(threads, tier="portable", sparsity=HIERARCHICAL),
     "cpu-portable-window": lambda threads: CpuBackend(threads, tier="portable", sparsity=WINDOW),
 }
 # Layers with three query heads to a key-value head, as the demo model has them; the native kernels take heads of 64.

@@ -76,7 +76,6 @@ def test_threads_never_exceed_the_pods_limit_and_are_at_least_one() -> None:
         ({"precision": {"attention": "bf16"}}, "engine.precision.attention: bf16"),
         ({"precision": {"kvCache": "fp8"}}, "engine.precision.kvCache: fp8"),
         ({"precision": {"schedule": "ByComplexity"}}, "engine.precision.schedule: ByComplexity"),
-        ({"kvCache": {"sparsity": {"policy": "Hierarchical"}}}, "engine.kvCache.sparsity.policy: Hierarchical"),
         ({"batching": {"controller": "DQN"}}, "engine.batching.controller: DQN"),
         ({"prediction": {"method": "Suffix"}}, "engine.prediction.method: Suffix"),
     ],

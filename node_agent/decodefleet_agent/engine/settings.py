@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from decodefleet.cgroups import cgroup_memory
-from decodefleet.config import AgentConfig
+from decodefleet.config import AgentConfig, SparsityPolicy
 from decodefleet.config import Engine as EngineConfig
 from decodefleet.units import parse_quantity
 from decodefleet_agent.engine.chunks import Chunk
@@ -26,7 +26,7 @@ def unsupported(config: AgentConfig) -> str | None:
         ("precision.attention", engine.precision.attention, ("auto", "fp32")),
         ("precision.kvCache", engine.precision.kv_cache, ("auto", "int8", "fp32")),
         ("precision.schedule", engine.precision.schedule, ("Static",)),
-        ("kvCache.sparsity.policy", engine.kv_cache.sparsity.policy, ("None", "SlidingWindow")),
+        ("kvCache.sparsity.policy", engine.kv_cache.sparsity.policy, tuple(SparsityPolicy)),
         ("batching.controller", engine.batching.controller, tuple(CONTROLLERS)),
         ("prediction.method", engine.prediction.method, ("None",)),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from decodefleet.config import AgentConfig
+from decodefleet.config import AgentConfig, SparsityPolicy
 from decodefleet_agent.engine.backends import native
 from decodefleet_agent.engine.backends.base import Backend
 from decodefleet_agent.engine.backends.cpu import CpuBackend, refusal
@@ -35,6 +35,10 @@ def choose(config: AgentConfig, model: ModelConfig, threads: int) -> Backend:
     if precision.kv_cache not in ("auto", "fp32"):
         raise ModelError(
             f"engine.precision.kvCache: {precision.kv_cache} needs the cpu backend, which cannot serve: {why}; set auto or fp32"
+        )
+    if config.engine.kv_cache.sparsity.policy == SparsityPolicy.Hierarchical:
+        raise ModelError(
+            f"engine.kvCache.sparsity.policy: Hierarchical needs the cpu backend, which cannot serve: {why}; set None or SlidingWindow"
         )
     asked_for = forced == "reference" or str(precision.weights) == "fp32"
     log.log(logging.INFO if asked_for else logging.WARNING, "backend reference, which is slow: %s", why)

@@ -12,7 +12,7 @@ from itertools import chain
 
 import numpy as np
 
-from decodefleet.config import Sparsity
+from decodefleet.config import Sparsity, SparsityPolicy
 from decodefleet_agent.engine.backends import native
 from decodefleet_agent.engine.backends.base import Progress
 from decodefleet_agent.engine.backends.native import KVFormat
@@ -57,6 +57,8 @@ class CpuBackend:
         self.kv_format = kv_format.name
         self.sparsity = sparsity or Sparsity()
         self.numerics = "int8 blocks of 32" + described(self.sparsity)  # all tiers give the same bits
+        if self.sparsity.policy == SparsityPolicy.Hierarchical and kv_format != KVFormat.int8:
+            raise ModelError("engine.kvCache.sparsity.policy: Hierarchical needs int8 keys and values; set engine.precision.kvCache to int8 or auto")
         self._kv, self._threads = kv_format, threads
         self._engine: int | None = None
         self._logits = np.empty((0, 0), np.float32)
@@ -66,7 +68,8 @@ class CpuBackend:
 
     def page_bytes(self, config: ModelConfig) -> int:
         token = 2 * config.head_dim + 8 if self._kv == KVFormat.int8 else 2 * config.head_dim * 4
-        return config.layers * config.kv_heads * PAGE_TOKENS * token
+        summaries = 2 * (2 * config.head_dim + 4) if self.sparsity.policy == SparsityPolicy.Hierarchical else 0
+        return config.layers * config.kv_heads * (PAGE_TOKENS * token + summaries)
 
     def prepare(self, weights: Weights, context_length: int, progress: Progress) -> None:
         config = self._config = weights.config
@@ -126,6 +129,10 @@ class CpuBackend:
         described = native.Batch(*map(native.address, arrays), batch.rows, len(spans), len(sampled))
         self._native.df_step(self._engine, ctypes.byref(described))
         return self._logits[: len(sampled)]
+
+    def bytes_read(self) -> int:
+        """That attention read from the pool since `prepare`: keys, values, scales and summaries."""
+        return int(self._native.df_bytes_read(self._engine))
 
     def products(self, rows: int) -> None:
         """Runs the matrix products of a step of so many sampling rows, and nothing else."""

@@ -35,6 +35,7 @@ class SparsityPolicy(enum.IntEnum):
 
     None_ = 0
     SlidingWindow = 1
+    Hierarchical = 2
 
 
 class Linear(c.Structure):
@@ -85,6 +86,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "df_destroy": (None, [c.c_void_p]),
     "df_set_pool": (None, [c.c_void_p, c.c_void_p, c.c_int64]),
     "df_step": (None, [c.c_void_p, c.POINTER(Batch)]),
+    "df_bytes_read": (c.c_int64, [c.c_void_p]),
     "df_products": (None, [c.c_void_p, c.c_int32, c.c_int32]),
     "df_linear_rows": (None, [c.c_char_p, c.POINTER(Linear), c.c_void_p, c.c_int32, c.c_void_p]),
     "df_embed": (None, [c.c_char_p, c.POINTER(Linear), c.c_int32, c.c_void_p]),
