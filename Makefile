@@ -15,7 +15,7 @@ BENCH_ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help up install native native-sanitize test lint e2e mutate proto crd docs-reference bench bench-peers bench-vllm bench-chunking bench-warmup clean
+.PHONY: help up install native native-sanitize test lint e2e mutate proto crd docs-reference bench bench-peers bench-vllm bench-chunking bench-warmup bench-sparsity clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ bench-chunking: $(INSTALLED) ## a long prompt beside 15 decoding streams, in chu
 
 bench-warmup: $(INSTALLED) ## the first request after an agent serves against those that follow; fails beyond its limit
 	$(BIN)/python tools/bench_warmup.py $(BENCH_ARGS)
+
+bench-sparsity: $(INSTALLED) ## what sparse attention reads and holds, with --tokens N in BENCH_ARGS its perplexity; fails beyond its limits
+	$(BIN)/python tools/bench_sparsity.py $(BENCH_ARGS)
 
 proto: $(INSTALLED) ## generate the stubs beside the .proto files
 	$(BIN)/python tools/protos.py stubs proto
