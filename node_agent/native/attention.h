@@ -45,6 +45,7 @@ class Attention {
         std::vector<int8_t> queries;
         std::vector<int32_t> nodes, kept;
         std::vector<uint64_t> ranks;
+        std::vector<const int8_t*> ends;
         int64_t bytes_read = 0;
     };
 

@@ -127,12 +127,16 @@ void Attention::select(int thread, int layer, const Tile& tile, int kv_head, int
             continue;
         }
         scratch.ranks.clear();
+        scratch.ends.clear();
         for (int node : nodes) {
-            const int last = static_cast<int>((node + 1) * span_of(level)) - 1;
-            const int8_t* ends = summary(layer, tile.pages, level, last, kv_head);
+            scratch.ends.push_back(summary(layer, tile.pages, level, static_cast<int>((node + 1) * span_of(level)) - 1, kv_head));
+            for (int at = 0; at < 2 * dim + 4; at += 64) __builtin_prefetch(scratch.ends.back() + at);
+        }
+        for (size_t i = 0; i < nodes.size(); i++) {
+            const int8_t* ends = scratch.ends[i];
             float scale, score = kernels_.score_summary(scratch.queries.data(), &query_scales_[first], heads_per_kv_, ends, 2 * dim);
             std::memcpy(&scale, ends + 2 * dim, 4);
-            scratch.ranks.push_back(rank(score * scale, node));
+            scratch.ranks.push_back(rank(score * scale, nodes[i]));
         }
         scratch.bytes_read += static_cast<int64_t>(nodes.size()) * (2 * dim + 4);
         keep_best(scratch.ranks, room, kept);
