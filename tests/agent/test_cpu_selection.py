@@ -5,14 +5,23 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from test_cpu_kernels import LIMIT, TIERS, Sequence, Setting, error, int8, rotated
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from decodefleet.config import AgentConfig, Sparsity, SparsityPolicy
 from decodefleet_agent.engine.backends import native
+from decodefleet_agent.engine.backends.choice import VARIABLE, choose
+from decodefleet_agent.engine.backends.cpu import CpuBackend
 from decodefleet_agent.engine.backends.native import KVFormat
+from decodefleet_agent.engine.batch import Batch, Span
+from decodefleet_agent.engine.kv_pool import pages_for
+from decodefleet_agent.engine.weights import load
+from decodefleet_agent.model_files import ModelError
 
 pytestmark = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native library was not built: there is no C++ compiler")
 FAN = 8
@@ -115,6 +124,37 @@ def test_all_is_read_where_it_fits_and_gives_the_bits_of_exact_attention(tier: b
         pool = np.zeros(setting.pages * setting.page_bytes // 4, np.float32)
         results.append(setting.native(tier, 1, pool, [(Sequence(list(range(37)), nothing, nothing), 592)], qkv))
     assert np.array_equal(*results)
+
+
+def test_a_step_at_2048_tokens_reads_at_most_860(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=8192, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    counts = {}
+    for policy in (SparsityPolicy.None_, SparsityPolicy.SlidingWindow, SparsityPolicy.Hierarchical):
+        backend = CpuBackend(1, sparsity=Sparsity(policy=policy))
+        backend.prepare(load(tmp_path), 8192, lambda done, what: None)
+        backend.allocate(pages_for(8192))
+        for context in (512, 2048, 8192):
+            before = backend.bytes_read()
+            backend.step(Batch(np.zeros(1, np.int64), (Span(1, tuple(range(pages_for(context))), context - 1, 1, samples=True),)))
+            counts[policy.value, context] = (backend.bytes_read() - before) / (2 * 2 * (2 * 64 + 8))
+    assert [counts["None", context] for context in (512, 2048, 8192)] == [512, 2048, 8192]
+    assert counts["SlidingWindow", 8192] == counts["SlidingWindow", 512] == 272
+    assert counts["Hierarchical", 512] == 512
+    assert 784 < counts["Hierarchical", 2048] <= 860 and counts["Hierarchical", 8192] <= 920
+
+
+def test_hierarchical_needs_int8() -> None:
+    with pytest.raises(ModelError, match=r"set engine\.precision\.kvCache"):
+        CpuBackend(1, KVFormat.fp32, sparsity=Sparsity(policy=SparsityPolicy.Hierarchical))
+
+
+def test_the_reference_does_not_select(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "reference")
+    config = AgentConfig.model_validate({"modelUri": "file:///m", "engine": {"kvCache": {"sparsity": {"policy": "Hierarchical"}}}})
+    with pytest.raises(ModelError, match="set None or SlidingWindow"):
+        choose(config, None, 1)  # type: ignore[arg-type]
 
 
 def test_summaries_leave_a_page_below_30_percent_of_fp32() -> None:

@@ -58,7 +58,9 @@ class CpuBackend:
         self.sparsity = sparsity or Sparsity()
         self.numerics = "int8 blocks of 32" + described(self.sparsity)  # all tiers give the same bits
         if self.sparsity.policy == SparsityPolicy.Hierarchical and kv_format != KVFormat.int8:
-            raise ModelError("engine.kvCache.sparsity.policy: Hierarchical needs int8 keys and values; set engine.precision.kvCache to int8 or auto")
+            raise ModelError(
+                "engine.kvCache.sparsity.policy: Hierarchical needs int8 keys and values; set engine.precision.kvCache to int8 or auto"
+            )
         self._kv, self._threads = kv_format, threads
         self._engine: int | None = None
         self._logits = np.empty((0, 0), np.float32)
