@@ -15,6 +15,10 @@ enum df_format : int32_t {
 
 enum df_kv_format : int32_t { DF_KV_FP32 = 0, DF_KV_INT8 = 1 };
 
+// Which tokens a row at position p attends to. DF_SLIDING_WINDOW: those before `sinks`, and the last `window`, itself included.
+// DF_HIERARCHICAL: the pages of these, whole, and of the pages between them as many as make up `budget`, picked by summaries; int8 only.
+enum df_sparsity : int32_t { DF_DENSE = 0, DF_SLIDING_WINDOW = 1, DF_HIERARCHICAL = 2 };
+
 struct df_linear {
     const uint8_t* data;
     const float* output_scale;  // [outputs, padded to 16], DF_INT8_ROTATED only
@@ -40,6 +44,7 @@ struct df_model {
     df_linear head;
     int32_t layers, hidden, intermediate, heads, kv_heads, head_dim, kv_format;
     float epsilon;
+    int32_t sparsity, sinks, window, budget;  // tokens
 };
 
 struct df_batch {
@@ -47,7 +52,7 @@ struct df_batch {
     const int32_t* span_start;  // [spans] position of the span's first row
     const int32_t* span_length;  // [spans]
     const int32_t* page_offset;  // [spans] where the span's pages begin in `pages`
-    const int32_t* pages;
+    const int32_t* pages;  // -1 where no row of the span sees a token of the page
     const int32_t* sampled;  // [samples] rows whose logits are wanted
     float* logits;  // [samples, vocabulary]
     int32_t rows, spans, samples;
@@ -71,6 +76,7 @@ int64_t df_page_bytes(const df_model* model);  // one page of one layer
 df_engine* df_create(const df_model* model, const char* tier, int32_t threads);
 void df_destroy(df_engine* engine);
 void df_set_pool(df_engine* engine, uint8_t* pool, int64_t pages);  // [layers, pages, page bytes]
+int64_t df_bytes_read(const df_engine* engine);  // by attention, from the pool, since the engine was created
 void df_step(df_engine* engine, const df_batch* batch);
 // The token of each row of logits, [rows, vocabulary]: as `draws` say, the likeliest for null; -1 where a logit is not finite.
 void df_sample(df_engine* engine, const float* logits, int32_t rows, int32_t vocabulary, const df_draw* draws, int32_t* token_ids);

@@ -26,6 +26,8 @@ void df_destroy(df_engine* engine) { delete engine; }
 
 void df_set_pool(df_engine* engine, uint8_t* pool, int64_t pages) { engine->engine.set_pool(pool, pages); }
 
+int64_t df_bytes_read(const df_engine* engine) { return engine->engine.bytes_read(); }
+
 void df_step(df_engine* engine, const df_batch* batch) { engine->engine.step(*batch); }
 
 void df_sample(df_engine* engine, const float* logits, int32_t rows, int32_t vocabulary, const df_draw* draws, int32_t* token_ids) {

@@ -15,10 +15,12 @@ constexpr int TILE_ROWS = 16;
 Attention::Attention(const df_model& model, const Kernels& kernels, Threads& threads)
     : model_(model), kernels_(kernels), threads_(threads), heads_per_kv_(model.heads / model.kv_heads) {
     scratch_.resize(static_cast<size_t>(threads.count()) * GROUP * (PARTITION + model.head_dim));
+    selection_.resize(threads.count());
 }
 
 int64_t Attention::head_bytes(const df_model& model) {
-    return model.kv_format == DF_KV_INT8 ? PAGE * (2 * model.head_dim + 8) : PAGE * 2 * model.head_dim * 4;
+    if (model.kv_format != DF_KV_INT8) return PAGE * 2 * model.head_dim * 4;
+    return PAGE * (2 * model.head_dim + 8) + (model.sparsity == DF_HIERARCHICAL ? 2 * (2 * model.head_dim + 4) : 0);
 }
 
 void Attention::set_pool(uint8_t* pool, int64_t pages) {
@@ -30,7 +32,7 @@ PageView Attention::page(int layer, int32_t page, int kv_head) const {
     uint8_t* base = pool_ + ((layer * pages_ + page) * model_.kv_heads + kv_head) * head_bytes(model_);
     int64_t half = static_cast<int64_t>(PAGE) * model_.head_dim * (model_.kv_format == DF_KV_INT8 ? 1 : 4);
     float* scales = reinterpret_cast<float*>(base + 2 * half);
-    return {base, base + half, scales, scales + PAGE};
+    return {base, base + half, scales, scales + PAGE, reinterpret_cast<int8_t*>(scales + 2 * PAGE)};
 }
 
 void Attention::plan(const df_batch& batch) {
@@ -38,12 +40,13 @@ void Attention::plan(const df_batch& batch) {
     positions_.resize(batch.rows);
     page_of_.resize(batch.rows);
     most_partitions_ = 0;
+    const int tile_rows = hierarchical() ? 1 : TILE_ROWS;
     int row = 0;
     for (int span = 0; span < batch.spans; span++) {
         const int32_t* pages = batch.pages + batch.page_offset[span];
         int start = batch.span_start[span], end = start + batch.span_length[span];
-        for (int position = start; position < end; position += TILE_ROWS) {
-            tiles_.push_back({row + position - start, std::min(TILE_ROWS, end - position), position, pages});
+        for (int position = start; position < end; position += tile_rows) {
+            tiles_.push_back({row + position - start, std::min(tile_rows, end - position), position, pages});
             most_partitions_ = std::max(most_partitions_, tiles_.back().partitions());
         }
         for (int position = start; position < end; position++, row++) {
@@ -51,9 +54,10 @@ void Attention::plan(const df_batch& batch) {
             page_of_[row] = pages[position / PAGE];
         }
     }
+    if (hierarchical()) plan_selected(batch);
     int items = static_cast<int>(tiles_.size()) * model_.kv_heads;
     split_ = most_partitions_ > 1 && items < 4 * threads_.count();
-    size_t states = static_cast<size_t>(split_ ? items * most_partitions_ : threads_.count()) * TILE_ROWS * heads_per_kv_;
+    size_t states = static_cast<size_t>(split_ ? items * most_partitions_ : threads_.count()) * tile_rows * heads_per_kv_;
     size_t queries = static_cast<size_t>(batch.rows) * model_.heads;
     if (model_.kv_format == DF_KV_INT8) int8_queries_.resize(queries * model_.head_dim);
     query_scales_.resize(queries);
@@ -68,6 +72,7 @@ void Attention::run(int thread, int layer, float* qkv, const Activations& quanti
     const int kv_heads = model_.kv_heads, items = static_cast<int>(tiles_.size()) * kv_heads;
     const int64_t queries = static_cast<int64_t>(TILE_ROWS) * heads_per_kv_;
     threads_.phase(static_cast<int>(positions_.size()) * kv_heads, [&](int item) { write(layer, item / kv_heads, item % kv_heads, qkv); });
+    if (hierarchical()) return run_selected(thread, layer, quantized, rotation, out);
     if (split_) {
         threads_.phase(items * most_partitions_, [&](int item) {
             const Tile& tile = tiles_[item / most_partitions_ / kv_heads];
@@ -83,12 +88,36 @@ void Attention::run(int thread, int layer, float* qkv, const Activations& quanti
                 partition(thread, layer, qkv, tile, item % kv_heads, part, all);
                 continue;
             }
-            for (int query = 0; part && query < tile.rows * heads_per_kv_; query++) {
-                if (tile.start + query / heads_per_kv_ >= part * PARTITION) kernels_.combine(all[query], all[part * queries + query], model_.head_dim);
-            }
+            merge(tile, part, all);
         }
         finish(tile, item % kv_heads, all, quantized, rotation, out);
     });
+}
+
+bool Attention::sees(int position, int part) const {
+    const int from = part * PARTITION;
+    return position >= from && (!windowed() || from < model_.sinks || position - model_.window < from + PARTITION - 1);
+}
+
+int Attention::first_part(int position) const {
+    return windowed() && !model_.sinks ? std::max(0, position - model_.window + 1) / PARTITION : 0;
+}
+
+// Adds a partition of a tile that was split to those before it.
+void Attention::merge(const Tile& tile, int part, Partial* all) const {
+    const int dim = model_.head_dim, queries = tile.rows * heads_per_kv_;
+    const Partial* next = all + static_cast<int64_t>(part) * TILE_ROWS * heads_per_kv_;
+    for (int query = 0; part && query < queries; query++) {
+        const int position = tile.start + query / heads_per_kv_;
+        if (!sees(position, part)) continue;
+        if (part > first_part(position)) {
+            kernels_.combine(all[query], next[query], dim);
+            continue;
+        }
+        all[query].top = next[query].top;
+        all[query].sum = next[query].sum;
+        std::memcpy(all[query].values, next[query].values, dim * sizeof(float));
+    }
 }
 
 void Attention::write(int layer, int row, int kv_head, float* qkv) {
@@ -125,34 +154,53 @@ void Attention::write(int layer, int row, int kv_head, float* qkv) {
 }
 
 void Attention::partition(int thread, int layer, const float* qkv, const Tile& tile, int kv_head, int part, Partial* all) {
-    const int dim = model_.head_dim, from = part * PARTITION, last = tile.start + tile.rows - 1;
+    const int dim = model_.head_dim, from = part * PARTITION;
     const bool int8 = model_.kv_format == DF_KV_INT8;
+    // Rows before `begin` come before this partition, and the window of those from `end` on after it.
+    const int begin = std::max(0, from - tile.start);
+    int end = tile.rows;
+    if (windowed() && from >= model_.sinks) end = std::min(end, from + PARTITION - 1 + model_.window - tile.start);
+    if (begin >= end) return;
+    // Pages between the sinks and the first row's window are left out: they would add zeros.
+    int kept = PARTITION / PAGE, next = kept;
+    if (windowed()) {
+        kept = std::clamp((model_.sinks - from + PAGE - 1) / PAGE, 0, PARTITION / PAGE);
+        next = std::clamp((std::max(0, tile.start + begin - model_.window + 1) - from) / PAGE, kept, PARTITION / PAGE);
+    }
+    const int left_out = (next - kept) * PAGE;
     PageView pages[PARTITION / PAGE];
-    for (int i = 0; i < PARTITION / PAGE && from + i * PAGE <= last; i++) pages[i] = page(layer, tile.pages[from / PAGE + i], kv_head);
+    int count = 0;
+    for (int i = 0; i < PARTITION / PAGE && from + i * PAGE < tile.start + end; i++) {
+        if (i < kept || i >= next) pages[count++] = page(layer, tile.pages[from / PAGE + i], kv_head);
+    }
+    selection_[thread].bytes_read += count * (head_bytes(model_));
     float* scratch = &scratch_[static_cast<size_t>(thread) * GROUP * (PARTITION + dim)];
     AttentionPart work{};
     work.pages = pages;
     work.dim = dim;
     work.scratch = scratch;
-    const int queries = tile.rows * heads_per_kv_;
-    // Rows that come before this partition see nothing of it.
-    for (int query = std::max(0, from - tile.start) * heads_per_kv_; query < queries; query += work.count) {
-        work.count = std::min(GROUP, queries - query);
+    bool begins[GROUP];
+    for (int query = begin * heads_per_kv_; query < end * heads_per_kv_; query += work.count) {
+        work.count = std::min(GROUP, end * heads_per_kv_ - query);
         for (int i = 0; i < work.count; i++) {
             int row = (query + i) / heads_per_kv_, head = kv_head * heads_per_kv_ + (query + i) % heads_per_kv_;
             size_t number = static_cast<size_t>(tile.first_row + row) * model_.heads + head;
-            work.tokens[i] = std::min(PARTITION, tile.start + row + 1 - from);
+            const int position = tile.start + row;
+            work.tokens[i] = std::min(PARTITION, position + 1 - from) - left_out;
+            work.hidden_from[i] = std::max(0, model_.sinks - from);
+            work.hidden_to[i] = windowed() ? std::min(work.tokens[i], position - model_.window + 1 - from - left_out) : 0;
+            begins[i] = split_ || part == first_part(position);
             if (int8) {
                 work.int8_queries[i] = &int8_queries_[number * dim];
                 work.scales[i] = query_scales_[number];
             } else {
                 work.queries[i] = qkv + static_cast<size_t>(tile.first_row + row) * (model_.heads + 2 * model_.kv_heads) * dim + head * dim;
             }
-            work.result[i].values = split_ || !part ? all[query + i].values : scratch + GROUP * PARTITION + i * dim;
+            work.result[i].values = begins[i] ? all[query + i].values : scratch + GROUP * PARTITION + i * dim;
         }
         int8 ? kernels_.attend_int8(work) : kernels_.attend_fp32(work);
         for (int i = 0; i < work.count; i++) {
-            if (split_ || !part) {
+            if (begins[i]) {
                 all[query + i] = work.result[i];
             } else {
                 kernels_.combine(all[query + i], work.result[i], dim);

@@ -24,6 +24,9 @@ class Attention {
     // wanted, and `quantized`, rotated as the output projection has it.
     void run(int thread, int layer, float* qkv, const Activations& quantized, int rotation, float* out);
 
+    // From the pool, since the beginning.
+    int64_t bytes_read() const;
+
   private:
     struct Tile {  // rows of one sequence
         int first_row, rows, start;
@@ -31,10 +34,39 @@ class Attention {
         int partitions() const { return (start + rows - 1) / PARTITION + 1; }
     };
 
+    struct Node {  // of summaries
+        const int32_t* pages;
+        int last;  // page
+    };
+    struct Rest {  // pages between the sinks and the window, and how many of them a row reads
+        int begin, end, picks;
+    };
+    struct alignas(64) Scratch {  // of a thread that selects
+        std::vector<int8_t> queries;
+        std::vector<int32_t> nodes, kept;
+        std::vector<uint64_t> ranks;
+        std::vector<const int8_t*> ends;
+        int64_t bytes_read = 0;
+    };
+
+    bool hierarchical() const { return model_.sparsity == DF_HIERARCHICAL; }
+    Rest rest(int position) const;
+    int selected_pages(const Tile& tile) const;
+    void plan_selected(const df_batch& batch);
+    int8_t* summary(int layer, const int32_t* pages, int level, int last, int kv_head) const;
+    void summarise(int layer, const Node& node, int level, int kv_head);
+    void select(int thread, int layer, const Tile& tile, int kv_head, int32_t* picks);
+    void selected_partition(int thread, int layer, const Tile& tile, int kv_head, int part, Partial* all);
+    void run_selected(int thread, int layer, const Activations& quantized, int rotation, float* out);
+    bool windowed() const { return model_.sparsity == DF_SLIDING_WINDOW; }
+    // Whether a row sees any token of a partition, and the first one of which it does.
+    bool sees(int position, int part) const;
+    int first_part(int position) const;
     void write(int layer, int row, int kv_head, float* qkv);
     void partition(int thread, int layer, const float* qkv, const Tile& tile, int kv_head, int part, Partial* all);
     void finish(const Tile& tile, int kv_head, const Partial* all, const Activations& quantized, int rotation, float* out);
     PageView page(int layer, int32_t page, int kv_head) const;
+    void merge(const Tile& tile, int part, Partial* all) const;
 
     const df_model& model_;
     const Kernels& kernels_;
@@ -51,6 +83,11 @@ class Attention {
     std::vector<float> scratch_;  // [threads, GROUP, PARTITION + head_dim]
     std::vector<Partial> partials_;  // [threads or items, queries of a tile]
     std::vector<float> values_;
+    static constexpr int LEVELS = 7;  // of summaries: 4 million tokens
+    int most_picks_ = 0;
+    std::vector<int32_t> picks_;  // [rows, kv_heads, most_picks_] pages of the sequence
+    std::vector<Node> completed_[LEVELS];  // nodes that the batch completes
+    std::vector<Scratch> selection_;  // [threads]
 };
 
 }  // namespace decodefleet

@@ -2,6 +2,14 @@
 
 constexpr float NOTHING = -__builtin_inff();
 
+// Nothing in place of the scores of tokens that a query does not see.
+inline void hide(float* scores, int from, int to) {
+    for (int t = from / 16 * 16; t < to; t += 16) {
+        F16 seen = load(scores + t);
+        store(scores + t, first(to - t, first(from - t, seen, all(NOTHING)), seen));
+    }
+}
+
 // Softmax weights of a partition's scores in place, zero beyond `tokens`; `end` is a multiple of 16.
 inline void weigh(float* scores, int tokens, int end, Partial& result) {
     F16 top = all(NOTHING);
@@ -81,6 +89,7 @@ void attend(AttentionPart& part) {
     INT8 ? score_int8<R>(part, end) : score_fp32<R>(part, end);
     for (int r = 0; r < R; r++) {
         float* scores = part.scratch + r * PARTITION;
+        hide(scores, part.hidden_from[r], part.hidden_to[r]);
         weigh(scores, part.tokens[r], end, part.result[r]);
         if (!INT8) continue;
         for (int t = 0; t < end; t += 16) {

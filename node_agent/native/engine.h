@@ -30,6 +30,7 @@ class Engine {
     Engine(const df_model& model, const Kernels& kernels, int threads);
 
     void set_pool(uint8_t* pool, int64_t pages) { attention_.set_pool(pool, pages); }
+    int64_t bytes_read() const { return attention_.bytes_read(); }
     void step(const df_batch& batch);
     void sample(const float* logits, int rows, int vocabulary, const df_draw* draws, int32_t* token_ids);
     void products(int rows, int samples);

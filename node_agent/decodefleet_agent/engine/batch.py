@@ -12,6 +12,7 @@ class Span:
     """Consecutive tokens of one sequence that a step computes.
 
     `pages` hold keys and values of positions 0 … start + length - 1, 16 to a page; those before `start` are there already.
+    GIVEN_BACK (-1) stands for a page of which no row sees a token.
     `samples`: the last row's logits are wanted.
     """
 

@@ -13,10 +13,11 @@ from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.controllers.base import Controller, Decision, Limits
 from decodefleet_agent.engine.controllers.static import static
 from decodefleet_agent.engine.helper import Helper
-from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, KVPool, pages_for
+from decodefleet_agent.engine.kv_pool import KVPool
 from decodefleet_agent.engine.postprocess import Fresh, finish_reason, postprocess
 from decodefleet_agent.engine.scheduler import Scheduler
 from decodefleet_agent.engine.sequence import Sequence
+from decodefleet_agent.engine.sparsity import pool_context
 from decodefleet_agent.engine.step_cost import StepCost, Work, chunk_pairs
 from decodefleet_agent.messages import Cancel, Output, Stats, StepResult, Submit, Targets
 
@@ -181,8 +182,7 @@ class Engine:
             return "the prompt is empty; send at least one token"
         if length > self.context_length:
             return f"prompt and output have {length} tokens, and the context holds {self.context_length}; shorten the prompt"
-        if pages_for(length) > self.pool.total:
-            room = self.pool.total * PAGE_TOKENS
+        if (room := pool_context(length, self.pool.total, self.scheduler.limits.window)) < length:
             return f"prompt and output have {length} tokens, and the KV pool holds {room}; raise engine.kvCache.memory"
         if min(sequence.tokens) < 0 or max(sequence.tokens) >= self._vocabulary_size:
             return f"token ids must be in 0 … {self._vocabulary_size - 1}"

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 PAGE_TOKENS = 16
+GIVEN_BACK = -1  # in a sequence's pages: one that none of its rows sees any more
 
 
 def pages_for(tokens: int) -> int:
@@ -75,6 +76,10 @@ class KVPool:
             self._evictable.pop(page, None)
             pages.append(page)
         return pages
+
+    def known(self, digest: bytes) -> bool:
+        """Whether `match` would find it."""
+        return digest in self._page_of
 
     def register(self, page: int, digest: bytes) -> None:
         """Tells the prefix cache what a full, computed page holds. A page that another already stands for stays private."""

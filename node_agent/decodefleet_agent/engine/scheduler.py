@@ -10,7 +10,7 @@ import numpy as np
 from decodefleet_agent.engine.batch import Batch, Span
 from decodefleet_agent.engine.chunks import cut
 from decodefleet_agent.engine.controllers.base import Decision, Limits, Situation
-from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, KVPool, page_digest, pages_for
+from decodefleet_agent.engine.kv_pool import GIVEN_BACK, PAGE_TOKENS, KVPool, page_digest, pages_for
 from decodefleet_agent.engine.sequence import Sequence
 from decodefleet_agent.engine.step_cost import StepCost, Work
 from decodefleet_agent.messages import Targets
@@ -75,22 +75,27 @@ class Scheduler:
         sequence.computed += length
         if (prompt := min(sequence.computed, sequence.prompt_length)) // PAGE_TOKENS > before:
             self._register(sequence, prompt)
+        if self.limits.window:
+            self._give_back(sequence, self.limits.window.unseen(sequence.computed))
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless pool and sequences agree."""
-        self.pool.check_integrity([s.pages for s in self.running])
+        self.pool.check_integrity([s.held for s in self.running])
         if any(s.pages or s.computed for s in self.waiting):
             raise RuntimeError("a waiting sequence holds pages")
         if len(self.running) > self.limits.max_batch:
             raise RuntimeError(f"{len(self.running)} sequences run, and at most {self.limits.max_batch} may")
         if any(pages_for(s.computed) > len(s.pages) for s in self.running):
             raise RuntimeError("a sequence has more computed tokens than pages")
+        window = self.limits.window
+        if window and any(s.pages[page] != GIVEN_BACK for s in self.running for page in window.unseen(s.computed)):
+            raise RuntimeError("a sequence holds a page outside its window")
 
     def _grow(self) -> bool:
-        """Gives each decoding sequence the page its next token needs. The last in order gives way; True if one had to."""
+        """Gives each sequence the page its next token needs. The last in order gives way; True if one had to."""
         before = self.preemptions
         for sequence in list(self.running):
-            while (missing := pages_for(len(sequence.tokens)) - len(sequence.pages)) > 0 and sequence in self.running:
+            while (missing := pages_for(self._next(sequence)) - len(sequence.pages)) > 0 and sequence in self.running:
                 pages = self.pool.allocate(missing)
                 if pages is None:
                     self._preempt(self.running[-1])
@@ -107,17 +112,18 @@ class Scheduler:
         while budget:
             if candidates:
                 sequence = candidates.pop(0)
-                length = self._cut(sequence, sequence.remaining, room, first=not work)
+                length = min(self._cut(sequence, sequence.remaining, room, first=not work), budget)
             elif admit and self.waiting and len(self.running) < decision.max_running:
                 sequence = self.waiting[0]
-                length = self._admit(sequence, room, first=not work)
+                length = min(self._admit(sequence, room, first=not work), budget)
             else:
                 break
             if not length:
                 break
-            work.append((sequence, min(length, budget)))
-            budget -= work[-1][1]
-            room -= work[-1][1]
+            length = self._extend(sequence, length)
+            work.append((sequence, length))
+            budget -= length
+            room -= length
         return work
 
     def _cut(self, sequence: Sequence, remaining: int, room: int, first: bool) -> int:
@@ -131,18 +137,16 @@ class Scheduler:
 
         0, and it waits on, where the step has no room for it, or the pool none beside the growth of those that run.
         """
-        reusable = self._digests(sequence, (len(sequence.tokens) - 1) // PAGE_TOKENS)
-        pages = self.pool.match(reusable)
-        missing = pages_for(len(sequence.tokens)) - len(pages)
+        self._reuse(sequence)
+        missing = pages_for(self._next(sequence)) - len(sequence.pages)
         reserve = sum(map(self._growth, [*self.running, sequence])) if self.running else 0
-        length = self._cut(sequence, len(sequence.tokens) - len(pages) * PAGE_TOKENS, room, first)
+        length = self._cut(sequence, sequence.remaining, room, first)
         if not length or self.pool.available < missing + reserve:
-            self.pool.release(pages)
+            self._let_go(sequence)
             return 0
         new = self.pool.allocate(missing)
         assert new is not None
-        sequence.pages = pages + new
-        sequence.computed = len(pages) * PAGE_TOKENS
+        sequence.pages += new
         if sequence.scheduled_at is None:
             sequence.scheduled_at = time.monotonic()
             sequence.cached_prompt_tokens = sequence.counted_prompt = min(sequence.computed, sequence.prompt_length)
@@ -151,9 +155,54 @@ class Scheduler:
         return length
 
     def _growth(self, sequence: Sequence) -> int:
-        """Pages that its next tokens need beyond those of the present ones; at most `reserve_tokens` are looked ahead."""
+        """Pages that its next tokens need beyond those of the present ones; at most `reserve_tokens` are looked ahead.
+
+        With a window: beyond those that it holds and the one of its next token, until it holds as many as a row sees.
+        """
         length = len(sequence.tokens)
-        return pages_for(length + min(sequence.output_left, self.limits.reserve_tokens)) - pages_for(length)
+        ahead = pages_for(length + min(sequence.output_left, self.limits.reserve_tokens))
+        if (window := self.limits.window) is None:
+            return ahead - pages_for(length)
+        to_come = max(0, pages_for(self._next(sequence)) - len(sequence.pages))
+        return max(0, min(ahead, window.pages) - len(sequence.held) - to_come)
+
+    def _next(self, sequence: Sequence) -> int:
+        """Tokens that it needs pages for before a step: all, or with a window one more, as later ones come with the chunks."""
+        return len(sequence.tokens) if self.limits.window is None else sequence.computed + 1
+
+    def _extend(self, sequence: Sequence, length: int) -> int:
+        """Takes pages for a chunk, from those that no running sequence will need; how much of the chunk they hold."""
+        missing = pages_for(sequence.computed + length) - len(sequence.pages)
+        if missing > 0:
+            reserved = sum(self._growth(other) for other in self.running if other is not sequence)
+            sequence.pages += self.pool.allocate(max(0, min(missing, self.pool.available - reserved))) or []
+        return min(length, len(sequence.pages) * PAGE_TOKENS - sequence.computed)
+
+    def _reuse(self, sequence: Sequence) -> None:
+        """Takes what the prefix cache has of it: the longest beginning of which all pages are known that later rows see."""
+        digests = self._digests(sequence, (len(sequence.tokens) - 1) // PAGE_TOKENS)
+        window = self.limits.window
+        unknown = [index for index, digest in enumerate(digests) if not self.pool.known(digest)]
+        count = unknown[0] if unknown else len(digests)
+        if window and unknown and count >= window.unseen(0).start:
+            # Pages that only earlier rows saw may be unknown.
+            ends = range(len(digests), count, -1)
+            count = next((end for end in ends if unknown[bisect.bisect_left(unknown, end) - 1] in window.unseen(end * PAGE_TOKENS)), count)
+        unseen = window.unseen(count * PAGE_TOKENS) if window else range(0)
+        taken = iter(self.pool.match(digests[index] for index in range(count) if index not in unseen))
+        sequence.pages = [GIVEN_BACK if index in unseen else next(taken) for index in range(count)]
+        sequence.computed = count * PAGE_TOKENS
+
+    def _give_back(self, sequence: Sequence, indices: range) -> None:
+        left = [index for index in indices if sequence.pages[index] != GIVEN_BACK]
+        self.pool.release([sequence.pages[index] for index in left])
+        for index in left:
+            sequence.pages[index] = GIVEN_BACK
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.held)
+        sequence.pages = []
+        sequence.computed = 0
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's pages; its tokens are kept and computed again when it is admitted again."""
@@ -166,13 +215,12 @@ class Scheduler:
             self.waiting.remove(sequence)
             return
         self.running.remove(sequence)
-        self.pool.release(sequence.pages)
-        sequence.pages = []
-        sequence.computed = 0
+        self._let_go(sequence)
 
     def _register(self, sequence: Sequence, tokens: int) -> None:
         for page, digest in zip(sequence.pages, self._digests(sequence, tokens // PAGE_TOKENS), strict=False):
-            self.pool.register(page, digest)
+            if page != GIVEN_BACK:
+                self.pool.register(page, digest)
 
     def _digests(self, sequence: Sequence, count: int) -> list[bytes]:
         """Digests of the first `count` full pages; computed once for each page of a sequence."""

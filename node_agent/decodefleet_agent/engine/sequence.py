@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from decodefleet_agent.engine.kv_pool import GIVEN_BACK
 from decodefleet_agent.messages import Sampling
 
 
@@ -19,7 +20,7 @@ class Sequence:
     priority: int
     arrival: int
     submitted_at: float = field(default_factory=time.monotonic)
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # GIVEN_BACK in place of those outside its window
     digests: list[bytes] = field(default_factory=list)  # of its full pages, as far as known
     computed: int = 0  # tokens whose keys and values are in the pages
     counted_prompt: int = 0  # prompt tokens that the counters have seen
@@ -31,6 +32,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens to compute before the next one can be sampled: 1 while it decodes."""
         return len(self.tokens) - self.computed
+
+    @property
+    def held(self) -> list[int]:
+        """The pages that it holds."""
+        return [page for page in self.pages if page != GIVEN_BACK]
 
     @property
     def output_ids(self) -> list[int]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 
 from decodefleet.cgroups import cgroup_memory
-from decodefleet.config import AgentConfig
+from decodefleet.config import AgentConfig, SparsityPolicy
 from decodefleet.config import Engine as EngineConfig
 from decodefleet.units import parse_quantity
 from decodefleet_agent.engine.chunks import Chunk
 from decodefleet_agent.engine.controllers import CONTROLLERS
 from decodefleet_agent.engine.controllers.base import Limits
-from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, pages_for
+from decodefleet_agent.engine.kv_pool import pages_for
+from decodefleet_agent.engine.sparsity import window_of
 from decodefleet_agent.engine.threads import thread_count
 from decodefleet_agent.engine.weights import ModelConfig
 from decodefleet_agent.model_files import ModelError
@@ -25,7 +26,7 @@ def unsupported(config: AgentConfig) -> str | None:
         ("precision.attention", engine.precision.attention, ("auto", "fp32")),
         ("precision.kvCache", engine.precision.kv_cache, ("auto", "int8", "fp32")),
         ("precision.schedule", engine.precision.schedule, ("Static",)),
-        ("kvCache.sparsity.policy", engine.kv_cache.sparsity.policy, ("None",)),
+        ("kvCache.sparsity.policy", engine.kv_cache.sparsity.policy, tuple(SparsityPolicy)),
         ("batching.controller", engine.batching.controller, tuple(CONTROLLERS)),
         ("prediction.method", engine.prediction.method, ("None",)),
     ]
@@ -46,6 +47,7 @@ def limits(config: AgentConfig) -> Limits:
         chunk=chunk(batching.chunk),
         batch_size_threshold=batching.batch_size_threshold,
         cores=thread_count(config.cpu),
+        window=window_of(config.engine.kv_cache.sparsity),
     )
 
 
@@ -61,7 +63,8 @@ def chunk(text: str) -> Chunk:
 
 
 def pool_pages(config: AgentConfig, context_length: int, page_bytes: int, device_memory: int | None = None) -> int:
-    """Pages of the KV pool: what `engine.kvCache.memory` holds, else what maxBatch whole contexts need, at most a quarter of the memory.
+    """Pages of the KV pool: what `engine.kvCache.memory` holds, else what maxBatch whole contexts need (or windows, and a step's
+    prompts), at most a quarter of the memory.
 
     `device_memory`: bytes free on a device, if it is not the host's memory; the pool may have three quarters, as the weights are there.
     Raises ModelError where that is less than one page.
@@ -73,6 +76,9 @@ def pool_pages(config: AgentConfig, context_length: int, page_bytes: int, device
             raise ModelError(f"engine.kvCache.memory: {memory} is less than one page of this model; set at least {page_bytes} bytes")
         return pages
     wanted = config.engine.batching.max_batch * pages_for(context_length)
+    if window := window_of(config.engine.kv_cache.sparsity):
+        batching = config.engine.batching
+        wanted = min(wanted, batching.max_batch * window.pages + pages_for(batching.max_batch_tokens))
     most = available_memory(config) / 4 if device_memory is None else device_memory * 0.75
     return max(1, min(wanted, int(most // page_bytes)))
 
@@ -93,8 +99,3 @@ def context_length(engine: EngineConfig, model: ModelConfig) -> int:
     if engine.max_context > model.context_length:
         raise ModelError(f"engine.maxContext: {engine.max_context} is more than the model's {model.context_length}; set at most that")
     return engine.max_context
-
-
-def pool_context(wanted: int, pages: int) -> int:
-    """The context that one sequence alone can have in this pool."""
-    return min(wanted, pages * PAGE_TOKENS)

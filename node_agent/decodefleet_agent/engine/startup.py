@@ -16,6 +16,7 @@ from decodefleet_agent.engine.controllers import CONTROLLERS
 from decodefleet_agent.engine.engine import Engine
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS, KVPool
 from decodefleet_agent.engine.memory import lock_memory
+from decodefleet_agent.engine.sparsity import pool_context
 from decodefleet_agent.engine.step_cost import StepCost
 from decodefleet_agent.engine.threads import thread_count
 from decodefleet_agent.engine.warmup import Measured, rehearse, warm_up
@@ -37,8 +38,8 @@ def start(config: AgentConfig, send: Callable[[Progress], None], started: float)
     backend.prepare(weights, wanted, lambda done, text: send(Progress("loading", done * 0.95, text)))
     page_bytes = backend.page_bytes(weights.config)
     pages = settings.pool_pages(config, wanted, page_bytes, backend.device_memory)
-    context = settings.pool_context(wanted, pages)
     limits = settings.limits(config)
+    context = pool_context(wanted, pages, limits.window)
     send(Progress("loading", 0.95, f"allocating a KV pool of {pages * page_bytes / 2**20:.0f} MiB"))
     backend.allocate(pages)
     loaded = time.monotonic()

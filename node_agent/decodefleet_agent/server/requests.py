@@ -43,8 +43,8 @@ class ServedModel:
 
     @property
     def token_limit(self) -> int:
-        """Tokens of prompt and output together: the context, or the whole KV pool if that is smaller."""
-        return min(self.info.context_length, self.info.kv_pages * self.info.kv_page_tokens)
+        """Tokens of prompt and output together; the engine has said what its KV pool holds."""
+        return self.info.context_length
 
 
 @dataclass(frozen=True)

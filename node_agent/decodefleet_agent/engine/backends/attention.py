@@ -13,6 +13,7 @@ import torch
 
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS
+from decodefleet_agent.engine.sparsity import Window
 
 PARTITION = 64
 _PAGES = PARTITION // PAGE_TOKENS
@@ -26,12 +27,12 @@ class _Group:
     rows: torch.Tensor  # [tiles, tokens] row in the batch; 0 where the tile has no token
     valid: torch.Tensor  # [tiles, tokens]
     item_tile: torch.Tensor  # [items]
-    item_partition: torch.Tensor  # [items]
-    item_pages: torch.Tensor  # [items * 4] page numbers; 0 beyond the sequence
-    partial_items: torch.Tensor  # items whose partition is not full
+    item_order: torch.Tensor  # [items] which of its tile's items it is
+    item_pages: torch.Tensor  # [items * 4] page numbers; 0 beyond the sequence, and where a page was given back
+    partial_items: torch.Tensor  # items whose partition is not all there
     stale: torch.Tensor  # [partial items, 64] positions that hold nothing of the sequence
     hidden: torch.Tensor  # [items, tile rows, 64] keys that a query row does not see
-    partitions: int
+    partitions: int  # of a tile, at most
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,12 @@ class _Tile:
     positions: range
     pages: tuple[int, ...]
     end: int  # tokens of the sequence in the pool after this step
-
-    @property
-    def partitions(self) -> int:
-        return (self.positions[-1]) // PARTITION + 1
+    partitions: tuple[int, ...]  # those that any of its rows sees
 
 
-def plan_attention(batch: Batch, heads_per_kv_head: int, tile_rows: tuple[int, ...]) -> AttentionPlan:
+def plan_attention(
+    batch: Batch, heads_per_kv_head: int, tile_rows: tuple[int, ...], window: Window | None = None
+) -> AttentionPlan:
     """`tile_rows`: query rows of a tile, from the smallest, all giving the same bits. A longer one is taken for spans that fill it."""
     positions: list[int] = []
     pages: list[int] = []
@@ -74,56 +74,71 @@ def plan_attention(batch: Batch, heads_per_kv_head: int, tile_rows: tuple[int, .
         for start in range(0, span.length, tokens):
             where = range(start, min(start + tokens, span.length))
             at = range(span.start + where.start, span.start + where.stop)
-            tiles.setdefault(tokens, []).append(_Tile(range(first + where.start, first + where.stop), at, span.pages, end))
+            rows = range(first + where.start, first + where.stop)
+            tiles.setdefault(tokens, []).append(_Tile(rows, at, span.pages, end, _seen(at, window)))
     at_positions = torch.tensor(positions, dtype=torch.long)
     groups = [
-        _group(part, tokens, heads_per_kv_head, tile_rows[0])
+        _group(part, tokens, heads_per_kv_head, tile_rows[0], window)
         for tokens, same in tiles.items()
         for part in _split(same, tokens * heads_per_kv_head)
     ]
     return AttentionPlan(at_positions, torch.tensor(pages), at_positions % PAGE_TOKENS, torch.tensor(sampled, dtype=torch.long), groups)
 
 
+def _seen(positions: range, window: Window | None) -> tuple[int, ...]:
+    """Partitions of which any of the positions sees a token."""
+    partitions = range(positions[-1] // PARTITION + 1)
+    if window is None:
+        return tuple(partitions)
+    first = positions[0] - window.tokens + 1
+    return tuple(number for number in partitions if number * PARTITION < window.sinks or (number + 1) * PARTITION > first)
+
+
 def _split(tiles: list[_Tile], rows: int) -> list[list[_Tile]]:
     parts: list[list[_Tile]] = []
     size = _ITEM_ROWS
     for tile in tiles:
-        if size + tile.partitions * rows > _ITEM_ROWS:
+        if size + len(tile.partitions) * rows > _ITEM_ROWS:
             parts.append([])
             size = 0
         parts[-1].append(tile)
-        size += tile.partitions * rows
+        size += len(tile.partitions) * rows
     return parts
 
 
-def _group(tiles: list[_Tile], tokens: int, heads_per_kv_head: int, multiple: int) -> _Group:
+def _group(tiles: list[_Tile], tokens: int, heads_per_kv_head: int, multiple: int, window: Window | None) -> _Group:
     padded = -(-tokens * heads_per_kv_head // multiple) * multiple
     rows = np.zeros((len(tiles), tokens), np.int64)
     positions = np.full((len(tiles), tokens), -1)
     for index, tile in enumerate(tiles):
         rows[index, : len(tile.rows)] = tile.rows
         positions[index, : len(tile.rows)] = tile.positions
-    counts = [tile.partitions for tile in tiles]
+    counts = [len(tile.partitions) for tile in tiles]
     item_tile = np.repeat(np.arange(len(tiles)), counts)
-    item_partition = np.concatenate([np.arange(count) for count in counts])
-    item_pages = np.zeros((len(item_tile), _PAGES), np.int64)
+    item_partition = np.concatenate([tile.partitions for tile in tiles])
+    item_pages = np.full((len(item_tile), _PAGES), -1)
     for item, (at_tile, partition) in enumerate(zip(item_tile, item_partition, strict=True)):
         pages = tiles[at_tile].pages[partition * _PAGES : (partition + 1) * _PAGES]
         item_pages[item, : len(pages)] = pages
     key_positions = item_partition[:, None] * PARTITION + np.arange(PARTITION)
     stale = key_positions >= np.asarray([tile.end for tile in tiles])[item_tile][:, None]
+    stale |= np.repeat(item_pages < 0, PAGE_TOKENS, axis=1)
     partial = np.flatnonzero(stale.any(axis=1))
     query_positions = np.full((len(tiles), padded), -1)
     query_positions[:, : tokens * heads_per_kv_head] = np.repeat(positions, heads_per_kv_head, axis=1)
+    at = query_positions[item_tile][:, :, None]
+    hidden = key_positions[:, None, :] > at
+    if window is not None:
+        hidden |= (key_positions[:, None, :] >= window.sinks) & (key_positions[:, None, :] <= at - window.tokens)
     return _Group(
         rows=torch.from_numpy(rows),
         valid=torch.from_numpy(positions >= 0),
         item_tile=torch.from_numpy(item_tile),
-        item_partition=torch.from_numpy(item_partition),
-        item_pages=torch.from_numpy(item_pages.reshape(-1)),
+        item_order=torch.from_numpy(np.concatenate([np.arange(count) for count in counts])),
+        item_pages=torch.from_numpy(np.maximum(item_pages, 0).reshape(-1)),
         partial_items=torch.from_numpy(partial),
         stale=torch.from_numpy(stale[partial]),
-        hidden=torch.from_numpy(key_positions[:, None, :] > query_positions[item_tile][:, :, None]),
+        hidden=torch.from_numpy(hidden),
         partitions=max(counts),
     )
 
@@ -159,7 +174,7 @@ def _combined(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, gro
     part = torch.bmm(weights.view(kv_heads * items, size, PARTITION), near_values.view(kv_heads * items, PARTITION, dim))
     shape = (kv_heads, tiles, group.partitions, size)
     tops, sums, parts = torch.full(shape, -torch.inf), torch.zeros(shape), torch.zeros(*shape, dim)
-    at = (slice(None), group.item_tile, group.item_partition)
+    at = (slice(None), group.item_tile, group.item_order)
     tops[at], sums[at], parts[at] = top, weights.sum(dim=-1), part.view(kv_heads, items, size, dim)
     factors = torch.exp(tops - _finite(tops.amax(dim=2, keepdim=True)))
     total, result = torch.zeros(kv_heads, tiles, size), torch.zeros(kv_heads, tiles, size, dim)

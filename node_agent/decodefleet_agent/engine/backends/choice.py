@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from decodefleet.config import AgentConfig
+from decodefleet.config import AgentConfig, SparsityPolicy
 from decodefleet_agent.engine.backends import cpu, cuda, native
 from decodefleet_agent.engine.backends.base import Backend
 from decodefleet_agent.engine.backends.cpu import CpuBackend
@@ -32,7 +32,7 @@ def choose(config: AgentConfig, model: ModelConfig, threads: int) -> Backend:
     why = f"{VARIABLE} says so" if forced == "reference" else _why_not_cpu(str(precision.weights), model)
     if why is None:
         kv_format = KVFormat.int8 if precision.kv_cache == "auto" else KVFormat[precision.kv_cache]
-        backend = CpuBackend(threads, kv_format)
+        backend = CpuBackend(threads, kv_format, sparsity=config.engine.kv_cache.sparsity)
         log.info("backend cpu: instructions %s, %d threads, KV cache %s", backend.instructions, threads, backend.kv_format)
         return backend
     if forced == "cpu":
@@ -41,9 +41,13 @@ def choose(config: AgentConfig, model: ModelConfig, threads: int) -> Backend:
         raise ModelError(
             f"engine.precision.kvCache: {precision.kv_cache} needs the cpu backend, which cannot serve: {why}; set auto or fp32"
         )
+    if config.engine.kv_cache.sparsity.policy == SparsityPolicy.Hierarchical:
+        raise ModelError(
+            f"engine.kvCache.sparsity.policy: Hierarchical needs the cpu backend, which cannot serve: {why}; set None or SlidingWindow"
+        )
     asked_for = forced == "reference" or str(precision.weights) == "fp32"
     log.log(logging.INFO if asked_for else logging.WARNING, "backend reference, which is slow: %s", why)
-    return ReferenceBackend()
+    return ReferenceBackend(config.engine.kv_cache.sparsity)
 
 
 def _cuda(forced: str, config: AgentConfig, model: ModelConfig) -> Backend | None:
@@ -51,7 +55,11 @@ def _cuda(forced: str, config: AgentConfig, model: ModelConfig) -> Backend | Non
     if forced not in ("auto", "cuda") or (forced == "auto" and not cuda.has_gpu()):
         return None
     precision = config.engine.precision
-    why = "engine.precision.kvCache is fp32" if precision.kv_cache == "fp32" else cuda.refusal(model)
+    sparsity = config.engine.kv_cache.sparsity.policy
+    if sparsity != SparsityPolicy.None_:
+        why: str | None = f"engine.kvCache.sparsity.policy is {sparsity}"
+    else:
+        why = "engine.precision.kvCache is fp32" if precision.kv_cache == "fp32" else cuda.refusal(model)
     if why is None:
         backend = CudaBackend(torch.float32 if precision.weights == "fp32" else None)
         log.info("backend cuda: %s, KV cache %s", backend.numerics, backend.kv_format)

@@ -13,6 +13,7 @@ from itertools import chain
 
 import numpy as np
 
+from decodefleet.config import Sparsity, SparsityPolicy
 from decodefleet_agent.engine.backends import native
 from decodefleet_agent.engine.backends.base import Progress
 from decodefleet_agent.engine.backends.native import KVFormat
@@ -22,6 +23,7 @@ from decodefleet_agent.engine.backends.rotary import rotary_tables
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS
 from decodefleet_agent.engine.sampling import NOT_FINITE, Draw
+from decodefleet_agent.engine.sparsity import described
 from decodefleet_agent.engine.weights import ModelConfig, Weights
 from decodefleet_agent.model_files import ModelError
 
@@ -41,12 +43,14 @@ def refusal(config: ModelConfig) -> str | None:
 
 
 class CpuBackend:
-    """See `Backend`. `tier`: of instructions, the best by default."""
+    """See `Backend`. `tier`: of instructions, the best by default. `sparsity`: which tokens a row attends to."""
 
     name = "cpu"
     revision = 2
 
-    def __init__(self, threads: int, kv_format: KVFormat = KVFormat.int8, tier: str | None = None) -> None:
+    def __init__(
+        self, threads: int, kv_format: KVFormat = KVFormat.int8, tier: str | None = None, sparsity: Sparsity | None = None
+    ) -> None:
         self._native = native.library()
         found = native.tier(tier)
         if found is None:
@@ -54,7 +58,12 @@ class CpuBackend:
             raise ModelError(f"{native.TIER_VARIABLE}: this processor has no tier {name!r}; set amx, avx512, avx2 or portable, or unset it")
         self.instructions = found
         self.kv_format = kv_format.name
-        self.numerics = "int8 blocks of 32"  # all tiers give the same bits
+        self.sparsity = sparsity or Sparsity()
+        self.numerics = "int8 blocks of 32" + described(self.sparsity)  # all tiers give the same bits
+        if self.sparsity.policy == SparsityPolicy.Hierarchical and kv_format != KVFormat.int8:
+            raise ModelError(
+                "engine.kvCache.sparsity.policy: Hierarchical needs int8 keys and values; set engine.precision.kvCache to int8 or auto"
+            )
         self._kv, self._threads = kv_format, threads
         self._engine: int | None = None
         self.device_memory: int | None = None
@@ -65,7 +74,8 @@ class CpuBackend:
 
     def page_bytes(self, config: ModelConfig) -> int:
         token = 2 * config.head_dim + 8 if self._kv == KVFormat.int8 else 2 * config.head_dim * 4
-        return config.layers * config.kv_heads * PAGE_TOKENS * token
+        summaries = 2 * (2 * config.head_dim + 4) if self.sparsity.policy == SparsityPolicy.Hierarchical else 0
+        return config.layers * config.kv_heads * (PAGE_TOKENS * token + summaries)
 
     def prepare(self, weights: Weights, context_length: int, progress: Progress) -> None:
         config = self._config = weights.config
@@ -98,6 +108,10 @@ class CpuBackend:
             head_dim=config.head_dim,
             kv_format=self._kv,
             epsilon=config.rms_norm_eps,
+            sparsity=native.SparsityPolicy[self.sparsity.policy.name],
+            sinks=self.sparsity.sinks,
+            window=self.sparsity.window,
+            budget=self.sparsity.budget_tokens,
         )
         self._close()
         self._engine = self._native.df_create(ctypes.byref(self._model), self.instructions.encode(), self._threads)
@@ -127,6 +141,10 @@ class CpuBackend:
         rows, vocabulary = logits.shape
         self._native.df_sample(self._engine, native.address(logits), rows, vocabulary, described.address, native.address(tokens))
         return [token if token >= 0 else NOT_FINITE for token in tokens.tolist()]
+
+    def bytes_read(self) -> int:
+        """That attention read from the pool since `prepare`: keys, values, scales and summaries."""
+        return int(self._native.df_bytes_read(self._engine))
 
     def products(self, rows: int) -> None:
         """Runs the matrix products of a step of so many sampling rows, and nothing else."""

@@ -30,6 +30,14 @@ class KVFormat(enum.IntEnum):
     int8 = 1
 
 
+class SparsityPolicy(enum.IntEnum):
+    """df_sparsity, by the names of the configuration"""
+
+    None_ = 0
+    SlidingWindow = 1
+    Hierarchical = 2
+
+
 class Linear(c.Structure):
     _fields_ = (
         ("data", c.c_void_p),
@@ -60,6 +68,7 @@ class Model(c.Structure):
         ("head", Linear),
         *((name, c.c_int32) for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "kv_format")),
         ("epsilon", c.c_float),
+        *((name, c.c_int32) for name in ("sparsity", "sinks", "window", "budget")),
     )
 
 
@@ -87,6 +96,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "df_set_pool": (None, [c.c_void_p, c.c_void_p, c.c_int64]),
     "df_step": (None, [c.c_void_p, c.POINTER(Batch)]),
     "df_sample": (None, [c.c_void_p, c.c_void_p, c.c_int32, c.c_int32, c.POINTER(Draw), c.c_void_p]),
+    "df_bytes_read": (c.c_int64, [c.c_void_p]),
     "df_products": (None, [c.c_void_p, c.c_int32, c.c_int32]),
     "df_linear_rows": (None, [c.c_char_p, c.POINTER(Linear), c.c_void_p, c.c_int32, c.c_void_p]),
     "df_embed": (None, [c.c_char_p, c.POINTER(Linear), c.c_int32, c.c_void_p]),

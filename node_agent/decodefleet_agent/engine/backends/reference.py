@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from decodefleet.config import Sparsity
 from decodefleet_agent.engine.backends.attention import AttentionPlan, attend, plan_attention, same_bits
 from decodefleet_agent.engine.backends.base import Progress
 from decodefleet_agent.engine.backends.rotary import rotary_tables
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS
 from decodefleet_agent.engine.sampling import sample_rows
+from decodefleet_agent.engine.sparsity import described, window_of
 from decodefleet_agent.engine.weights import ModelConfig, Weights
 
 TILE = 16
@@ -60,9 +62,10 @@ class ReferenceBackend:
     kv_format = "fp32"
     sample = staticmethod(sample_rows)
 
-    def __init__(self) -> None:
+    def __init__(self, sparsity: Sparsity | None = None) -> None:
         self.instructions = torch.backends.cpu.get_cpu_capability()
-        self.numerics = f"torch {torch.__version__} {self.instructions}"
+        self.sparsity = sparsity or Sparsity()
+        self.numerics = f"torch {torch.__version__} {self.instructions}" + described(self.sparsity)
 
     def page_bytes(self, config: ModelConfig) -> int:
         return config.layers * 2 * config.kv_heads * PAGE_TOKENS * config.head_dim * 4
@@ -95,7 +98,7 @@ class ReferenceBackend:
     def step(self, batch: Batch) -> np.ndarray:
         config = self._config
         rows = batch.rows
-        plan = plan_attention(batch, config.heads // config.kv_heads, self._query_tiles)
+        plan = plan_attention(batch, config.heads // config.kv_heads, self._query_tiles, window_of(self.sparsity))
         cos, sin = self._cos[plan.positions][:, None], self._sin[plan.positions][:, None]
         x = torch.zeros(self._tiled(rows), config.hidden_size)
         x[:rows] = self._embedding[torch.from_numpy(batch.token_ids)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from decodefleet_agent.engine.chunks import WHOLE_BELOW, Chunk
+from decodefleet_agent.engine.sparsity import Window
 from decodefleet_agent.engine.step_cost import StepCost, Work
 from decodefleet_agent.messages import Targets
 
@@ -21,6 +22,7 @@ class Limits:
     whole_below: int = WHOLE_BELOW  # prompts shorter than this are never cut into chunks
     reserve_tokens: int = 64  # growth that admission keeps free for each running sequence
     cores: int = 1  # that compute; the chunk formula asks for them
+    window: Window | None = None  # what rows see, if not all before them
 
     @property
     def most_running(self) -> int:

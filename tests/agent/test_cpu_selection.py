@@ -1,0 +1,162 @@
+"""Hierarchical sparsity: the native selection against a PyTorch emulation of its int8 summaries, what it reads, and where it is exact."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_cpu_kernels import LIMIT, TIERS, Sequence, Setting, error, int8, rotated
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from decodefleet.config import AgentConfig, Sparsity, SparsityPolicy
+from decodefleet_agent.engine.backends import native
+from decodefleet_agent.engine.backends.choice import VARIABLE, choose
+from decodefleet_agent.engine.backends.cpu import CpuBackend
+from decodefleet_agent.engine.backends.native import KVFormat
+from decodefleet_agent.engine.batch import Batch, Span
+from decodefleet_agent.engine.kv_pool import pages_for
+from decodefleet_agent.engine.weights import load
+from decodefleet_agent.model_files import ModelError
+
+pytestmark = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native library was not built: there is no C++ compiler")
+FAN = 8
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest) -> bytes:
+    if native.tier(request.param) is None:
+        pytest.skip(f"this processor has no {request.param}")
+    return request.param.encode()
+
+
+@dataclass
+class Hierarchical(Setting):
+    """Emulates the summaries and the selection; `stored` queries come as attention sees them."""
+
+    policy: native.SparsityPolicy = native.SparsityPolicy.Hierarchical
+    budget: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.model.budget = self.budget
+        self.page_bytes = native.library().df_page_bytes(ctypes.byref(self.model))
+
+    def levels(self, keys: torch.Tensor) -> list[torch.Tensor]:
+        """Of [tokens, dim]: for each level [nodes, 2 * dim], the largest values, then the smallest."""
+        pages = keys[: len(keys) // 16 * 16].unflatten(0, (-1, 16))
+        result = [int8(torch.cat([pages.amax(dim=1), pages.amin(dim=1)], dim=1).float(), 2 * self.dim)]
+        while len(result[-1]) >= FAN:
+            groups = result[-1][: len(result[-1]) // FAN * FAN].unflatten(0, (-1, FAN))
+            high, low = groups.split(self.dim, dim=2)
+            result.append(int8(torch.cat([high.amax(dim=1), low.amin(dim=1)], dim=1).float(), 2 * self.dim))
+        return result
+
+    def pages_of(self, query: torch.Tensor, keys: torch.Tensor, position: int) -> list[int]:
+        """Of the row's [heads of one key-value head, dim]."""
+        begin = -(-self.sinks // 16)
+        end = max(begin, max(0, position - self.window + 1) // 16)
+        room = self.budget // 16
+        always = [page for page in range(position // 16 + 1) if page < begin or page >= end]
+        if end - begin <= room:
+            return sorted([*always, *range(begin, end)])
+        ends = torch.cat([query.clamp(min=0), query.clamp(max=0)], dim=1)
+        levels = self.levels(keys[: end * 16])
+        counts = [end, *(max(0, end - level + 2) // FAN ** (level - 1) for level in range(2, len(levels) + 2)), 0]
+        kept: list[int] = []
+        for level in range(len(levels) + 1, 0, -1):
+            if not counts[level - 1]:
+                continue
+            nodes = [node * FAN + child for node in kept for child in range(FAN)] + list(range(counts[level] * FAN, counts[level - 1]))
+            nodes = [node for node in nodes if (node + 1) * FAN ** (level - 1) > begin]
+            scores = (levels[level - 1][nodes] @ ends.T).sum(dim=1)
+            most = room if level == 1 else max(2, -(-room // 4))
+            kept = sorted(nodes[index] for index in torch.argsort(scores, descending=True, stable=True)[:most])
+        return sorted([*always, *kept])
+
+    def attention(self, sequence: Sequence, qkv: torch.Tensor) -> torch.Tensor:
+        start, group = len(sequence.keys), self.heads // self.kv_heads
+        q, k, v = qkv.unflatten(-1, (-1, self.dim)).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        sequence.keys = torch.cat([sequence.keys, self.stored(self.turned(k, start))])
+        sequence.values = torch.cat([sequence.values, self.stored(v)])
+        query = self.stored(self.turned(q, start))
+        mixed = torch.empty_like(query)
+        for row in range(len(q)):
+            for head in range(self.kv_heads):
+                heads, keys = slice(head * group, (head + 1) * group), sequence.keys[:, head]
+                pages = self.pages_of(query[row, heads], keys, start + row)
+                at = torch.tensor([page * 16 + slot for page in pages for slot in range(16) if page * 16 + slot <= start + row])
+                weights = torch.softmax(query[row, heads] @ keys[at].T / self.dim**0.5, dim=1)
+                mixed[row, heads] = weights @ sequence.values[at, head]
+        return rotated(mixed, 64).flatten(1)
+
+
+@pytest.mark.parametrize(("sinks", "window", "budget"), [(16, 32, 64), (5, 16, 16), (40, 100, 176), (0, 20, 48), (16, 256, 512)])
+def test_selection(tier: bytes, sinks: int, window: int, budget: int) -> None:
+    """In chunks cut anywhere, by one thread or two; pages of a chunk are picked in that chunk."""
+    setting = Hierarchical(6, 2, 64, KVFormat.int8, sinks=sinks, window=window, budget=budget)
+    generator = np.random.default_rng(budget)
+    free = generator.permutation(setting.pages).tolist()
+    nothing = torch.zeros(0, 2, 64, dtype=torch.float64)
+    pools = [np.full(setting.pages * setting.page_bytes // 4, np.nan, np.float32) for _ in range(2)]
+    sequences = [Sequence([free.pop() for _ in range(count)], nothing, nothing) for count in (69, 30)]
+    for lengths in ((700, 37), (1, 300), (300, 1), (1, 1), (90, 0), (1, 0)):
+        spans = [(sequence, length) for sequence, length in zip(sequences, lengths, strict=True) if length]
+        qkv = generator.normal(size=(sum(lengths), 10 * 64)).astype(np.float32)
+        got = [setting.native(tier, threads, pool, spans, qkv) for threads, pool in zip((1, 2), pools, strict=True)]
+        parts = torch.from_numpy(qkv).split([length for _, length in spans])
+        wanted = torch.cat([setting.attention(sequence, part) for (sequence, _), part in zip(spans, parts, strict=True)])
+        assert error(got[0], wanted) <= LIMIT
+        assert np.array_equal(*got)
+
+
+def test_all_is_read_where_it_fits_and_gives_the_bits_of_exact_attention(tier: bytes) -> None:
+    exact = Setting(9, 3, 64, KVFormat.int8)
+    sparse = Hierarchical(9, 3, 64, KVFormat.int8, sinks=16, window=64, budget=512)
+    qkv = np.random.default_rng(1).normal(size=(592, 15 * 64)).astype(np.float32)
+    nothing = torch.zeros(0, 3, 64, dtype=torch.float64)
+    results = []
+    for setting in (exact, sparse):
+        pool = np.zeros(setting.pages * setting.page_bytes // 4, np.float32)
+        results.append(setting.native(tier, 1, pool, [(Sequence(list(range(37)), nothing, nothing), 592)], qkv))
+    assert np.array_equal(*results)
+
+
+def test_a_step_at_2048_tokens_reads_at_most_860(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=8192, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    counts = {}
+    for policy in (SparsityPolicy.None_, SparsityPolicy.SlidingWindow, SparsityPolicy.Hierarchical):
+        backend = CpuBackend(1, sparsity=Sparsity(policy=policy))
+        backend.prepare(load(tmp_path), 8192, lambda done, what: None)
+        backend.allocate(pages_for(8192))
+        for context in (512, 2048, 8192):
+            before = backend.bytes_read()
+            backend.step(Batch(np.zeros(1, np.int64), (Span(1, tuple(range(pages_for(context))), context - 1, 1, samples=True),)))
+            counts[policy.value, context] = (backend.bytes_read() - before) / (2 * 2 * (2 * 64 + 8))
+    assert [counts["None", context] for context in (512, 2048, 8192)] == [512, 2048, 8192]
+    assert counts["SlidingWindow", 8192] == counts["SlidingWindow", 512] == 272
+    assert counts["Hierarchical", 512] == 512
+    assert 784 < counts["Hierarchical", 2048] <= 860 and counts["Hierarchical", 8192] <= 920
+
+
+def test_hierarchical_needs_int8() -> None:
+    with pytest.raises(ModelError, match=r"set engine\.precision\.kvCache"):
+        CpuBackend(1, KVFormat.fp32, sparsity=Sparsity(policy=SparsityPolicy.Hierarchical))
+
+
+def test_the_reference_does_not_select(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "reference")
+    config = AgentConfig.model_validate({"modelUri": "file:///m", "engine": {"kvCache": {"sparsity": {"policy": "Hierarchical"}}}})
+    with pytest.raises(ModelError, match="set None or SlidingWindow"):
+        choose(config, None, 1)  # type: ignore[arg-type]
+
+
+def test_summaries_leave_a_page_below_30_percent_of_fp32() -> None:
+    assert Hierarchical(9, 3, 64, KVFormat.int8).page_bytes <= 0.3 * Setting(9, 3, 64, KVFormat.fp32).page_bytes
+    assert math.isclose(Hierarchical(9, 3, 64, KVFormat.int8).page_bytes, 3 * 2440)
