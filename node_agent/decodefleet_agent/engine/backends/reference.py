@@ -7,6 +7,7 @@ are combined in order; keys and values are read only from the pool; all else is 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,10 +143,18 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def _same_bits(linear: _Linear, size: int) -> bool:
-    """Whether tiles of this size give, row for row, the bits of tiles of 16 on this machine."""
+    """Whether tiles of this size give, row for row, the bits of tiles of 16 on this machine, with one thread and with several."""
     rows = max(size, TILE)
     x = torch.randn(rows, linear.weight.shape[1], generator=torch.Generator().manual_seed(0))
-    return torch.equal(linear(x, (size,)), linear(x, (TILE,)))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        wanted = linear(x, (TILE,))
+        same = torch.equal(linear(x, (size,)), wanted)
+        torch.set_num_threads(max(2, before, os.cpu_count() or 1))  # libraries share some shapes out, and then add in another order
+        return same and torch.equal(linear(x, (size,)), wanted)
+    finally:
+        torch.set_num_threads(before)
 
 
 def _layer(weights: Weights, index: int) -> _Layer:
