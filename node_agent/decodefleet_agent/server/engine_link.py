@@ -180,7 +180,8 @@ class EngineLink:
         try:
             return await asyncio.wait_for(self._process.wait(), patience)
         except TimeoutError:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                self._process.kill()
             return await self._process.wait()
 
     def _send(self, command: Submit | Cancel | Targets) -> None:
