@@ -18,6 +18,7 @@ from decodefleet_agent.engine.weights import Blocks
 
 pytestmark = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native library was not built: there is no C++ compiler")
 TIERS = ("portable", "avx2", "avx512", "amx")
+OWN_ATTENTION = TIERS[:-1]  # the last one shares that of the one before
 LIMIT = 1e-5
 
 
@@ -236,12 +237,14 @@ class Setting:
         return out
 
 
+@pytest.mark.parametrize("tier", OWN_ATTENTION, indirect=True)
 @pytest.mark.parametrize("kv_format", KVFormat)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 64), (8, 2, 128), (7, 1, 64)])
 def test_attention(tier: bytes, kv_format: KVFormat, heads: int, kv_heads: int, dim: int) -> None:
     ragged_batches(tier, Setting(heads, kv_heads, dim, kv_format))
 
 
+@pytest.mark.parametrize("tier", OWN_ATTENTION, indirect=True)
 @pytest.mark.parametrize("kv_format", KVFormat)
 @pytest.mark.parametrize(("sinks", "window"), [(0, 16), (4, 37), (16, 256), (300, 100), (5, 700), (16, 2000)])
 def test_sliding_window(tier: bytes, kv_format: KVFormat, sinks: int, window: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_cpu_kernels import LIMIT, TIERS, Sequence, Setting, error, int8, rotated
+from test_cpu_kernels import LIMIT, OWN_ATTENTION, Sequence, Setting, error, int8, rotated
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decodefleet.config import AgentConfig, Sparsity, SparsityPolicy
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native 
 FAN = 8
 
 
-@pytest.fixture(params=TIERS)
+@pytest.fixture(params=OWN_ATTENTION)
 def tier(request: pytest.FixtureRequest) -> bytes:
     if native.tier(request.param) is None:
         pytest.skip(f"this processor has no {request.param}")
