@@ -25,7 +25,7 @@ _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"
 TIER_FLAGS = {"tier_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"], "tier_avx512.cpp": _AVX512, "tier_amx.cpp": _AVX512}
 # What a compiler and its assembler must take for a tier to be built.
 TIER_PROBES = {"tier_avx512.cpp": '__asm__("vpdpbusd %zmm0, %zmm0, %zmm0");', "tier_amx.cpp": '__asm__("tdpbssd %tmm2, %tmm1, %tmm0");'}
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
+SANITIZERS = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 
 
 def compiler() -> list[str] | None:
