@@ -10,18 +10,16 @@ constexpr int ROWS = 64;  // of an item: their activations stay in the cache whi
 
 int divided(int a, int b) { return (a + b - 1) / b; }
 
-// Tiles of an item of work: a few, which are read side by side, but not so many that a thread idles long at the end.
-int tiles_of_item(const df_linear* const* linears, int count, int threads) {
-    int tiles = 0, best = 1, least = 0;
-    for (int i = 0; i < count; i++) tiles += tiles_of(*linears[i]);
-    if (tiles >= 64 * threads) return 16;
-    for (int size = 1; size <= 4; size++) {
-        int items = 0;
-        for (int i = 0; i < count; i++) items += divided(tiles_of(*linears[i]), size);
-        int time = divided(items, threads) * size;
-        if (size == 1 || time <= least) best = size, least = time;
+constexpr int FEW = 4;  // rows, with which memory takes the time: a thread reads on in one run, whose next part is on its way
+
+// Tiles of an item of work: the more the better, but so many items that no thread idles long at the end.
+int tiles_of_item(const df_linear* const* linears, int count, int rows, int threads) {
+    int tiles = 0, most = 0;
+    for (int i = 0; i < count; i++) {
+        tiles += tiles_of(*linears[i]);
+        most = std::max(most, tiles_of(*linears[i]));
     }
-    return best;
+    return rows <= FEW ? std::min(divided(most, threads), 64) : std::clamp(tiles / (16 * threads), 1, 16);
 }
 
 template <class T>
@@ -130,7 +128,7 @@ void Engine::normalize(const float* x, const float* weight, const df_linear& nex
 
 // Several matrices with the same inputs, their outputs side by side.
 void Engine::matrix(const df_linear* const* linears, int count, const Activations& x, int rows, float* out, int stride, bool add) {
-    const int group = tiles_of_item(linears, count, threads_.count()), chunks = divided(rows, ROWS);
+    const int group = tiles_of_item(linears, count, rows, threads_.count()), chunks = divided(rows, ROWS);
     int groups = 0;
     for (int i = 0; i < count; i++) groups += divided(tiles_of(*linears[i]), group);
     threads_.phase(groups * chunks, [&](int item) {
@@ -147,17 +145,23 @@ void Engine::matrix(const df_linear* const* linears, int count, const Activation
 
 // Gate and up projections, SwiGLU and its quantisation, in pieces of as many outputs as are quantised together.
 void Engine::gate_up(int thread, const df_layer& layer, int rows) {
-    const int rotation = rotation_of(layer.down), piece = model_.intermediate % 64 ? BLOCK : 64, tiles = piece / TILE, chunks = divided(rows, ROWS);
-    threads_.phase(model_.intermediate / piece * chunks, [&](int item) {
-        int at = item / chunks, first_row = item % chunks * ROWS, count = std::min(rows - first_row, ROWS);
-        float *gate = scratch(thread), *up = gate + static_cast<size_t>(ROWS) * piece;
-        kernels_.linear(layer.gate, at * tiles, (at + 1) * tiles, hidden_.get(), first_row, first_row + count, gate, piece, false);
-        kernels_.linear(layer.up, at * tiles, (at + 1) * tiles, hidden_.get(), first_row, first_row + count, up, piece, false);
-        for (int row = 0; row < count; row++) {
-            kernels_.swiglu(gate + row * piece, up + row * piece, piece, gate + row * piece);
-            kernels_.quantize(gate + row * piece, piece, rotation, intermediate_.get(), first_row + row, at * piece);
-        }
+    const int piece = model_.intermediate % 64 ? BLOCK : 64, chunks = divided(rows, ROWS);
+    const int pieces = model_.intermediate / piece, run = rows <= FEW ? divided(pieces, threads_.count()) : 1;
+    threads_.phase(divided(pieces, run) * chunks, [&](int item) {
+        int first = item / chunks * run, first_row = item % chunks * ROWS, count = std::min(rows - first_row, ROWS);
+        for (int at = first; at < std::min(first + run, pieces); at++) gate_up_piece(thread, layer, at, piece, first_row, count);
     });
+}
+
+void Engine::gate_up_piece(int thread, const df_layer& layer, int at, int piece, int first_row, int count) {
+    const int tiles = piece / TILE;
+    float *gate = scratch(thread), *up = gate + static_cast<size_t>(ROWS) * piece;
+    kernels_.linear(layer.gate, at * tiles, (at + 1) * tiles, hidden_.get(), first_row, first_row + count, gate, piece, false);
+    kernels_.linear(layer.up, at * tiles, (at + 1) * tiles, hidden_.get(), first_row, first_row + count, up, piece, false);
+    for (int row = 0; row < count; row++) {
+        kernels_.swiglu(gate + row * piece, up + row * piece, piece, gate + row * piece);
+        kernels_.quantize(gate + row * piece, piece, rotation_of(layer.down), intermediate_.get(), first_row + row, at * piece);
+    }
 }
 
 }  // namespace decodefleet

@@ -40,6 +40,7 @@ class Engine {
     void normalize(const float* x, const float* weight, const df_linear& next, const Activations& out, int row, int thread);
     void matrix(const df_linear* const* linears, int count, const Activations& x, int rows, float* out, int stride, bool add);
     void gate_up(int thread, const df_layer& layer, int rows);
+    void gate_up_piece(int thread, const df_layer& layer, int at, int piece, int first_row, int count);
     float* scratch(int thread) { return &scratch_[static_cast<size_t>(thread) * scratch_size_]; }
 
     const df_model model_;
