@@ -10,16 +10,11 @@ constexpr int ROWS = 64;  // of an item: their activations stay in the cache whi
 
 int divided(int a, int b) { return (a + b - 1) / b; }
 
-constexpr int FEW = 4;  // rows, with which memory takes the time: a thread reads on in one run, whose next part is on its way
-
-// Tiles of an item of work: the more the better, but so many items that no thread idles long at the end.
-int tiles_of_item(const df_linear* const* linears, int count, int rows, int threads) {
-    int tiles = 0, most = 0;
-    for (int i = 0; i < count; i++) {
-        tiles += tiles_of(*linears[i]);
-        most = std::max(most, tiles_of(*linears[i]));
-    }
-    return rows <= FEW ? std::min(divided(most, threads), 64) : std::clamp(tiles / (16 * threads), 1, 16);
+// Tiles of an item of work: one run for each thread, which so prefetches what is its own, but not so long that one idles at the end.
+int tiles_of_item(const df_linear* const* linears, int count, int threads) {
+    int most = 0;
+    for (int i = 0; i < count; i++) most = std::max(most, tiles_of(*linears[i]));
+    return std::min(divided(most, threads), 64);
 }
 
 template <class T>
@@ -128,7 +123,7 @@ void Engine::normalize(const float* x, const float* weight, const df_linear& nex
 
 // Several matrices with the same inputs, their outputs side by side.
 void Engine::matrix(const df_linear* const* linears, int count, const Activations& x, int rows, float* out, int stride, bool add) {
-    const int group = tiles_of_item(linears, count, rows, threads_.count()), chunks = divided(rows, ROWS);
+    const int group = tiles_of_item(linears, count, threads_.count()), chunks = divided(rows, ROWS);
     int groups = 0;
     for (int i = 0; i < count; i++) groups += divided(tiles_of(*linears[i]), group);
     threads_.phase(groups * chunks, [&](int item) {
@@ -146,7 +141,7 @@ void Engine::matrix(const df_linear* const* linears, int count, const Activation
 // Gate and up projections, SwiGLU and its quantisation, in pieces of as many outputs as are quantised together.
 void Engine::gate_up(int thread, const df_layer& layer, int rows) {
     const int piece = model_.intermediate % 64 ? BLOCK : 64, chunks = divided(rows, ROWS);
-    const int pieces = model_.intermediate / piece, run = rows <= FEW ? divided(pieces, threads_.count()) : 1;
+    const int pieces = model_.intermediate / piece, run = divided(pieces, threads_.count());
     threads_.phase(divided(pieces, run) * chunks, [&](int item) {
         int first = item / chunks * run, first_row = item % chunks * ROWS, count = std::min(rows - first_row, ROWS);
         for (int at = first; at < std::min(first + run, pieces); at++) gate_up_piece(thread, layer, at, piece, first_row, count);

@@ -13,10 +13,12 @@ class Helper:
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="helper", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # engines that are never told beside need none
 
     def start(self, work: Callable[[], object]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="helper", daemon=True)
+            self._thread.start()
         self._work.put(work)
 
     def wait(self) -> None:
