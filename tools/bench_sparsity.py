@@ -75,7 +75,8 @@ def growth(made: CpuBackend, weights: Weights, pages: int) -> float:
         if context in CONTEXTS:
             totals[context] = total
             print(f"{context:>6} tokens: a step reads {now:7.1f} token-equivalents, all steps up to it {total / 1e6:6.2f} million")
-    print(f"exponent of all reads over n log n, fitted from 2,048 on: {exponent({n: total for n, total in totals.items() if n >= 2048}):.3f}")
+    long = {context: total for context, total in totals.items() if context >= 2048}
+    print(f"exponent of all reads over n log n, fitted from 2,048 on: {exponent(long):.3f}")
     return exponent(totals)
 
 
