@@ -28,7 +28,7 @@ class Arena:
         """That many bytes, zero, aligned to a cache line."""
         rounded = -(-size // _ALIGNMENT) * _ALIGNMENT
         if rounded > self._left.size:
-            memory = mmap.mmap(-1, max(rounded, _CHUNK))
+            memory = mmap.mmap(-1, max(rounded, _CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._left = np.frombuffer(memory, np.uint8)
