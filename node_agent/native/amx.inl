@@ -12,8 +12,8 @@ struct alignas(64) TileConfig {
     uint8_t rows[16];
 };
 
-// Tile 0: products [16 rows, 16 outputs]; 1: inputs [16 rows, 32]; 2: weights [32 / 4, 16 outputs, 4 inputs].
-const TileConfig CONFIG = {1, 0, {}, {4 * TILE, BLOCK, 4 * TILE}, {TILE_ROWS, TILE_ROWS, BLOCK / 4}};
+// Tile 0: products [16 rows, 16 outputs]; 1: inputs [16 rows, 32]; 2: weights [32 / 4, 16 outputs, 4 inputs]; the others: 16 times 64 bytes.
+const TileConfig CONFIG = {1, 0, {}, {64, BLOCK, 64, 64, 64, 64, 64, 64}, {16, 16, BLOCK / 4, 16, 16, 16, 16, 16}};
 
 // As assembly, since compilers' own functions for these do not all say which memory they read.
 void enter() { __asm__ volatile("ldtilecfg %0" ::"m"(CONFIG)); }

@@ -78,7 +78,10 @@ void df_attention(const char* tier, const df_model* model, const df_batch* batch
     ActivationBuffer buffer(model->heads * model->head_dim);
     const Activations& activations = buffer.resize(batch->rows);
     std::vector<float> rows(qkv, qkv + static_cast<size_t>(batch->rows) * (model->heads + 2 * model->kv_heads) * model->head_dim);
-    pool_of_threads.run([&](int thread) { attention.run(thread, 0, rows.data(), activations, 0, out); });
+    pool_of_threads.run([&](int thread) {
+        Entered entered(*find_kernels(tier));
+        attention.run(thread, 0, rows.data(), activations, 0, out);
+    });
 }
 
 }  // extern "C"

@@ -28,10 +28,20 @@ class Attention {
     int64_t bytes_read() const;
 
   private:
+    static constexpr int TILE_ROWS = 16;
     struct Tile {  // rows of one sequence
         int first_row, rows, start;
         const int32_t* pages;
+        int ahead = 0;  // partitions, from the first one on, that are computed before the tile is
+        size_t stored = 0;  // where their results begin in `partials_`: [kv_heads, ahead, rows, heads of a key-value head]
         int partitions() const { return (start + rows - 1) / PARTITION + 1; }
+    };
+
+    // A partition that some rows read, of one sequence or of several that share its pages; computed before their tiles.
+    struct Ahead {
+        int part;
+        int first, count;  // in `rows_`
+        const int32_t* pages;
     };
 
     struct Node {  // of summaries
@@ -63,25 +73,35 @@ class Attention {
     bool sees(int position, int part) const;
     int first_part(int position) const;
     void write(int layer, int row, int kv_head, float* qkv);
-    void partition(int thread, int layer, const float* qkv, const Tile& tile, int kv_head, int part, Partial* all);
+    void plan_tiles(const df_batch& batch);
+    void plan_shared();
+    void plan_split();
+    void make_room(size_t states);
+    Partial* stored(int row, int kv_head, int part);
+    // Attention of rows to a partition, added to `results`, [count, heads of a key-value head]; stored ahead where these are null.
+    void partition(int thread, int layer, const float* qkv, const int32_t* rows, int count, const int32_t* pages, int kv_head, int part, Partial* results);
     void finish(const Tile& tile, int kv_head, const Partial* all, const Activations& quantized, int rotation, float* out);
     PageView page(int layer, int32_t page, int kv_head) const;
-    void merge(const Tile& tile, int part, Partial* all) const;
+    void fetch(int layer, const int32_t* pages, int part, int kv_head) const;
+    void merge(const Tile& tile, int kv_head, int part, Partial* all);
 
     const df_model& model_;
     const Kernels& kernels_;
     Threads& threads_;
     const int heads_per_kv_;
+    const int64_t head_bytes_;
     uint8_t* pool_ = nullptr;
     int64_t pages_ = 0;
     bool split_ = false;  // partitions of a tile are items of their own
     int most_partitions_ = 0;
     std::vector<Tile> tiles_;
-    std::vector<int32_t> positions_, page_of_;  // [rows]
+    std::vector<Ahead> ahead_;
+    std::vector<int32_t> rows_;  // [rows] their own numbers, then those that share a partition
+    std::vector<int32_t> positions_, page_of_, tile_of_;  // [rows]
     std::vector<int8_t> int8_queries_;  // [rows, heads, head_dim]
-    std::vector<float> query_scales_;  // [rows, heads], divided by sqrt(head_dim)
-    std::vector<float> scratch_;  // [threads, GROUP, PARTITION + head_dim]
-    std::vector<Partial> partials_;  // [threads or items, queries of a tile]
+    std::vector<float> query_scales_;  // [rows, heads], times log2(e) / sqrt(head_dim)
+    std::vector<AttentionScratch> scratch_;  // [threads]
+    std::vector<Partial> partials_;  // [threads, queries of a tile], then those stored ahead
     std::vector<float> values_;
     static constexpr int LEVELS = 7;  // of summaries: 4 million tokens
     int most_picks_ = 0;

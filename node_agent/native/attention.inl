@@ -1,6 +1,26 @@
-// Attention of a few query heads to one partition of one head's keys and values. Included by kernels.inl.
+// Attention of some query heads to one partition of one head's keys and values. Included by kernels.inl.
+//
+// With int8 keys and values both products are of whole numbers, so that their order, and with it who computes them how, is free: the softmax
+// weights of a partition, times the values' scales, become whole numbers up to LARGEST_WEIGHT, kept as two planes of seven bits.
 
 constexpr float NOTHING = -__builtin_inff();
+
+// 2 to the power of x, which is at most 0; below -126 as if -126. Relative error below 4e-7; 1 for 0.
+inline F16 power(F16 x) {
+    x = max(x, all(-126.0f));
+    F16 n = round(x), r = x - n;
+    // Least relative error on -0.5 … 0.5.
+    constexpr float COEFFICIENTS[] = {0.00967151299f, 0.0555073358f, 0.240222424f, 0.693147004f, 1.0f};
+    F16 p = all(0.00132647273f);
+    for (float c : COEFFICIENTS) p = fma(p, r, all(c));
+    return p * power_of_two(n);
+}
+
+inline float power(float x) {
+    float lanes[16];
+    store(lanes, power(all(x)));
+    return lanes[0];
+}
 
 // Nothing in place of the scores of tokens that a query does not see.
 inline void hide(float* scores, int from, int to) {
@@ -10,108 +30,171 @@ inline void hide(float* scores, int from, int to) {
     }
 }
 
-// Softmax weights of a partition's scores in place, zero beyond `tokens`; `end` is a multiple of 16.
-inline void weigh(float* scores, int tokens, int end, Partial& result) {
-    F16 top = all(NOTHING);
-    for (int t = 0; t < end; t += 16) {
-        F16 seen = first(tokens - t, load(scores + t), all(NOTHING));
-        store(scores + t, seen);
-        top = max(top, seen);
+// `tokens` scores become softmax weights in place, with zeros up to a multiple of 16; `result` gets the largest score and the weights' sum.
+inline void weigh(float* scores, int tokens, Partial& result) {
+    const int whole = tokens / 16 * 16;
+    F16 top = all(NOTHING), total = all(0.0f), rest = top;
+    for (int t = 0; t < whole; t += 16) top = max(top, load(scores + t));
+    if (whole < tokens) {
+        rest = first(tokens - whole, load(scores + whole), rest);
+        top = max(top, rest);
     }
     result.top = largest(top);
-    F16 total = all(0.0f);
-    for (int t = 0; t < end; t += 16) {
-        F16 weight = first(tokens - t, exponential(load(scores + t) - all(result.top)), all(0.0f));
+    top = all(result.top);
+    for (int t = 0; t < whole; t += 16) {
+        F16 weight = power(load(scores + t) - top);
         total = total + weight;
         store(scores + t, weight);
+    }
+    if (whole < tokens) {
+        F16 weight = first(tokens - whole, power(rest - top), all(0.0f));
+        total = total + weight;
+        store(scores + whole, weight);
     }
     result.sum = sum(total);
 }
 
+// Weights times the values' scales as whole numbers, in planes[0] (high) and planes[1] (low) up to a multiple of 16; returns the scale of these.
+inline float weights_to_planes(float* weights, int tokens, const PageView* pages, uint8_t* planes) {
+    F16 top = all(0.0f);
+    for (int t = 0; t < tokens; t += 16) {
+        F16 scale = load(pages[t / PAGE].value_scales);
+        if (tokens - t < 16) scale = first(tokens - t, scale, all(0.0f));  // what another sequence left there may be anything
+        F16 scaled = load(weights + t) * scale;
+        store(weights + t, scaled);
+        top = max(top, scaled);
+    }
+    const float most = largest(top);
+    const F16 inverse = all(most > 0 ? LARGEST_WEIGHT / most : 0.0f);
+    for (int t = 0; t < tokens; t += 16) {
+        store_planes(planes + t, planes + PARTITION + t, round(min(max(load(weights + t) * inverse, all(0.0f)), all(LARGEST_WEIGHT))));
+    }
+    return most / LARGEST_WEIGHT;
+}
+
+inline int most_tokens(const AttentionPart& part, int first, int count) {
+    int tokens = 0;
+    for (int r = first; r < first + count; r++) tokens = tokens < part.tokens[r] ? part.tokens[r] : tokens;
+    return tokens;
+}
+
+// While a page is read the one after the next is on its way from memory: keys, values and scales, which lie together.
+inline void fetch_ahead(const AttentionPart& part, int t, int tokens) {
+    if (t + 2 * PAGE >= tokens) return;
+    const uint8_t* keys = part.pages[t / PAGE + 2].keys;
+    for (int i = 0; i < PAGE * (2 * part.dim + 8); i += 64) __builtin_prefetch(keys + i);
+}
+
+// From here on, R queries from number `at` on.
 template <int R>
-void score_int8(AttentionPart& part, int end) {
+void score_int8(const AttentionPart& part, int at, int tokens) {
     const int8_t* queries[R];
     int32_t sums[R];
     for (int r = 0; r < R; r++) {
-        queries[r] = part.int8_queries[r];
+        queries[r] = part.int8_queries[at + r];
         sums[r] = sum_int8(queries[r], part.dim);
     }
-    for (int t = 0; t < end; t += PAGE) {
+    for (int t = 0; t < tokens; t += PAGE) {
+        fetch_ahead(part, t, tokens);
         const PageView& page = part.pages[t / PAGE];
         I16 dot[R];
         dot_bytes<R>(reinterpret_cast<const int8_t*>(page.keys), 4 * PAGE, part.dim / 4, queries, sums, dot);
         F16 scale = load(page.key_scales);
-        for (int r = 0; r < R; r++) store(part.scratch + r * PARTITION + t, to_float(dot[r]) * (scale * all(part.scales[r])));
+        for (int r = 0; r < R; r++) store(part.scratch->scores + r * PARTITION + t, to_float(dot[r]) * (scale * all(part.scales[at + r])));
     }
 }
 
 template <int R>
-void score_fp32(AttentionPart& part, int end) {
-    for (int t = 0; t < end; t += PAGE) {
+void score_fp32(const AttentionPart& part, int at, int tokens) {
+    for (int t = 0; t < tokens; t += PAGE) {
         const float* keys = reinterpret_cast<const float*>(part.pages[t / PAGE].keys);
         F16 dot[R];
-        for (int r = 0; r < R; r++) dot[r] = all(0.0f);
+        repeat<R>([&](auto r) { dot[r] = all(0.0f); });
         for (int d = 0; d < part.dim; d++) {
             F16 key = load(keys + d * PAGE);
-            for (int r = 0; r < R; r++) dot[r] = fma(all(part.queries[r][d]), key, dot[r]);
+            repeat<R>([&](auto r) { dot[r] = fma(all(part.queries[at + r][d]), key, dot[r]); });
         }
-        for (int r = 0; r < R; r++) store(part.scratch + r * PARTITION + t, dot[r]);
+        repeat<R>([&](auto r) { store(part.scratch->scores + r * PARTITION + t, dot[r]); });
     }
 }
 
-template <int R, bool INT8>
-void mix(AttentionPart& part, int tokens) {
+template <int R>
+void mix_int8(const AttentionPart& part, int at, int tokens, const float (&factors)[R]) {
     for (int d = 0; d < part.dim; d += 16 * MIXED_TOGETHER) {
-        F16 acc[R][MIXED_TOGETHER];
-        for (int r = 0; r < R; r++)
-            for (int i = 0; i < MIXED_TOGETHER; i++) acc[r][i] = all(0.0f);
+        I16 high[R * MIXED_TOGETHER], low[R * MIXED_TOGETHER];
+        repeat<R * MIXED_TOGETHER>([&](auto i) { high[i] = low[i] = nothing_yet(); });
         for (int from = 0; from < tokens; from += PAGE) {
-            const uint8_t* values = part.pages[from / PAGE].values;
-            for (int t = from; t < tokens && t < from + PAGE; t++) {
-                for (int i = 0; i < MIXED_TOGETHER; i++) {
-                    int at = (t - from) * part.dim + d + 16 * i;
-                    F16 value = INT8 ? load_int8(reinterpret_cast<const int8_t*>(values) + at) : load(reinterpret_cast<const float*>(values) + at);
-                    for (int r = 0; r < R; r++) acc[r][i] = fma(all(part.scratch[r * PARTITION + t]), value, acc[r][i]);
-                }
+            const int8_t* values = reinterpret_cast<const int8_t*>(part.pages[from / PAGE].values) + 4 * d;
+            const int to = tokens < from + PAGE ? tokens : from + PAGE;
+            for (int t = from; t < to; t += 4, values += 4 * part.dim) {
+                const uint8_t* planes = part.scratch->planes + t;
+                repeat<R * MIXED_TOGETHER>([&](auto i) {
+                    constexpr int r = i / MIXED_TOGETHER, at_value = 64 * (i % MIXED_TOGETHER);
+                    high[i] = add_products(high[i], planes + 2 * PARTITION * r, values + at_value);
+                    low[i] = add_products(low[i], planes + 2 * PARTITION * r + PARTITION, values + at_value);
+                });
             }
         }
-        for (int r = 0; r < R; r++)
-            for (int i = 0; i < MIXED_TOGETHER; i++) store(part.result[r].values + d + 16 * i, acc[r][i]);
+        repeat<R * MIXED_TOGETHER>([&](auto i) {
+            constexpr int r = i / MIXED_TOGETHER;
+            store(part.result[at + r].values + d + 16 * (i % MIXED_TOGETHER), to_float(planes_together(high[i], low[i])) * all(factors[r]));
+        });
     }
 }
 
-// A query beside one that sees more tokens adds zeros for those, which changes nothing.
+template <int R>
+void mix_fp32(const AttentionPart& part, int at, int tokens) {
+    for (int d = 0; d < part.dim; d += 16 * MIXED_TOGETHER) {
+        F16 acc[R * MIXED_TOGETHER];
+        repeat<R * MIXED_TOGETHER>([&](auto i) { acc[i] = all(0.0f); });
+        for (int t = 0; t < tokens; t++) {
+            const float* values = reinterpret_cast<const float*>(part.pages[t / PAGE].values) + t % PAGE * part.dim + d;
+            repeat<R * MIXED_TOGETHER>([&](auto i) {
+                acc[i] = fma(all(part.scratch->scores[i / MIXED_TOGETHER * PARTITION + t]), load(values + 16 * (i % MIXED_TOGETHER)), acc[i]);
+            });
+        }
+        repeat<R * MIXED_TOGETHER>([&](auto i) { store(part.result[at + i / MIXED_TOGETHER].values + d + 16 * (i % MIXED_TOGETHER), acc[i]); });
+    }
+}
+
+// A query beside one that sees more tokens has weights of zero for those, which change nothing.
 template <int R, bool INT8>
-void attend(AttentionPart& part) {
-    int tokens = 0;
-    for (int r = 0; r < R; r++) tokens = tokens < part.tokens[r] ? part.tokens[r] : tokens;
-    int end = (tokens + PAGE - 1) / PAGE * PAGE;
-    INT8 ? score_int8<R>(part, end) : score_fp32<R>(part, end);
+void attend(AttentionPart& part, int at) {
+    const int tokens = most_tokens(part, at, R);
+    INT8 ? score_int8<R>(part, at, tokens) : score_fp32<R>(part, at, tokens);
+    float factors[R];
     for (int r = 0; r < R; r++) {
-        float* scores = part.scratch + r * PARTITION;
-        hide(scores, part.hidden_from[r], part.hidden_to[r]);
-        weigh(scores, part.tokens[r], end, part.result[r]);
-        if (!INT8) continue;
-        for (int t = 0; t < end; t += 16) {
-            // What another sequence left in a scale may be anything.
-            F16 scale = first(tokens - t, load(part.pages[t / PAGE].value_scales), all(0.0f));
-            store(scores + t, load(scores + t) * scale);
+        float* scores = part.scratch->scores + r * PARTITION;
+        uint8_t* planes = part.scratch->planes + 2 * PARTITION * r;
+        const int own = part.tokens[at + r];
+        hide(scores, part.hidden_from[at + r], part.hidden_to[at + r]);
+        weigh(scores, own, part.result[at + r]);
+        if (INT8) factors[r] = weights_to_planes(scores, own, part.pages, planes);
+        for (int t = (own + 15) / 16 * 16; t < tokens; t += 16) {
+            INT8 ? store_planes(planes + t, planes + PARTITION + t, all(0.0f)) : store(scores + t, all(0.0f));
         }
     }
-    mix<R, INT8>(part, tokens);
+    if constexpr (INT8) {
+        mix_int8<R>(part, at, tokens, factors);
+    } else {
+        mix_fp32<R>(part, at, tokens);
+    }
 }
 
-void attend_int8(AttentionPart& part) {
-    part.count == 3 ? attend<3, true>(part) : part.count == 2 ? attend<2, true>(part) : attend<1, true>(part);
+template <bool INT8>
+void attend_some(AttentionPart& part, int from) {
+    for (int at = from, left; (left = part.count - at) > 0; at += 3) {
+        left >= 3 ? attend<3, INT8>(part, at) : left == 2 ? attend<2, INT8>(part, at) : attend<1, INT8>(part, at);
+    }
 }
 
-void attend_fp32(AttentionPart& part) {
-    part.count == 3 ? attend<3, false>(part) : part.count == 2 ? attend<2, false>(part) : attend<1, false>(part);
-}
+void attend_int8(AttentionPart& part) { attend_some<true>(part, 0); }
+
+void attend_fp32(AttentionPart& part) { attend_some<false>(part, 0); }
 
 void combine(Partial& all_before, const Partial& next, int dim) {
     float top = all_before.top > next.top ? all_before.top : next.top;
-    float before = exponential(all_before.top - top), after = exponential(next.top - top);
+    float before = power(all_before.top - top), after = power(next.top - top);
     all_before.top = top;
     all_before.sum = all_before.sum * before + next.sum * after;
     for (int d = 0; d < dim; d += 16) {

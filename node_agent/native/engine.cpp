@@ -59,7 +59,7 @@ void Engine::step(const df_batch& batch) {
         Entered entered(kernels_);
         for (int index = 0; index < model_.layers; index++) {
             const df_layer& layer = model_.layer[index];
-            threads_.phase(rows, [&](int row) {
+            threads_.phase(rows, threads_.share(rows), [&](int row) {
                 float* x = &x_[static_cast<size_t>(row) * hidden];
                 if (index == 0) kernels_.embed(model_.embedding, batch.token_ids[row], x);
                 normalize(x, layer.input_norm, layer.q, hidden_.get(), row, thread);
@@ -69,7 +69,7 @@ void Engine::step(const df_batch& batch) {
             attention_.run(thread, index, qkv_.data(), attended_.get(), rotation_of(layer.output), nullptr);
             const df_linear* output = &layer.output;
             matrix(&output, 1, attended_.get(), rows, x_.data(), hidden, true);
-            threads_.phase(rows, [&](int row) {
+            threads_.phase(rows, threads_.share(rows), [&](int row) {
                 normalize(&x_[static_cast<size_t>(row) * hidden], layer.mlp_norm, layer.gate, hidden_.get(), row, thread);
             });
             gate_up(thread, layer, rows);
@@ -88,7 +88,7 @@ void Engine::step(const df_batch& batch) {
 
 void Engine::sample(const float* logits, int rows, int vocabulary, const df_draw* draws, int32_t* token_ids) {
     threads_.run([&](int thread) {
-        threads_.phase(rows, [&](int row) {
+        threads_.phase(rows, threads_.share(rows), [&](int row) {
             const float* x = logits + static_cast<size_t>(row) * vocabulary;
             token_ids[row] = samplers_[thread].choose(x, vocabulary, draws ? draws + row : nullptr);
         });

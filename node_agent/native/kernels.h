@@ -13,7 +13,9 @@ constexpr int BLOCK = 32;  // inputs that share a scale
 constexpr int PAGE = 16;  // tokens
 constexpr int PARTITION = 256;  // tokens whose softmax is one piece
 constexpr int SCAN = 64;  // logits that sampling looks at together
-constexpr int GROUP = 3;  // query heads that read keys and values together
+constexpr int MOST_DIM = 128;  // of a head
+constexpr int GROUP = 48;  // query heads that read keys and values together, at most
+constexpr float LARGEST_WEIGHT = 16383;  // of softmax weights as whole numbers
 
 // Rows quantised to int8 in blocks of 32. Kernels may read up to a multiple of 16 rows.
 struct Activations {
@@ -30,7 +32,7 @@ struct Activations {
 // One head's keys and values of 16 tokens in the pool.
 struct PageView {
     uint8_t* keys;  // int8 [dim / 4][16][4], or fp32 [dim][16]
-    uint8_t* values;  // [16][dim]
+    uint8_t* values;  // int8 [16 / 4][dim][4], or fp32 [16][dim]
     float* key_scales;  // [16], int8 only
     float* value_scales;
     int8_t* summaries;  // two of [largest values, smallest values, scale]; DF_HIERARCHICAL only
@@ -43,6 +45,17 @@ struct Partial {
     float* values;  // [dim]
 };
 
+// A thread's room for the scores of some query heads, the planes of their weights, and what else a tier wants.
+struct alignas(64) AttentionScratch {
+    static constexpr int QUERIES = 16;
+
+    float scores[QUERIES * PARTITION];
+    uint8_t planes[QUERIES * 2 * PARTITION];
+    int8_t queries[QUERIES * MOST_DIM];
+    int8_t values[PARTITION * MOST_DIM];  // [PARTITION / 4, dim, 4]
+    float results[GROUP * MOST_DIM];  // of this partition, [GROUP, dim]
+};
+
 // Queries that read one partition of one head's keys and values.
 struct AttentionPart {
     const PageView* pages;  // of the partition
@@ -53,16 +66,18 @@ struct AttentionPart {
     int hidden_from[GROUP], hidden_to[GROUP];  // among these, tokens that the query does not see; empty where to <= from
     int count;
     int dim;
-    float* scratch;  // [GROUP, PARTITION]
+    AttentionScratch* scratch;
     Partial result[GROUP];
 };
 
 struct Kernels {
     const char* name;
-    void (*enter)();  // on a thread before it calls `linear`
+    void (*enter)();  // on a thread before it calls `linear` or `attend_int8`
     void (*leave)();  // and after
     // x · w + bias for some rows and some tiles of outputs, added to what is there if `add`. `out` is where the first of each go.
     void (*linear)(const df_linear& w, int first_tile, int last_tile, const Activations& x, int first_row, int last_row, float* out, int stride, bool add);
+    void (*attend_int8)(AttentionPart& part);
+    void (*attend_fp32)(AttentionPart& part);
     void (*embed)(const df_linear& w, int token, float* out);
     void (*norm)(const float* x, const float* weight, int size, float epsilon, float* out);
     // Quantises `size` values into row `row`, from input `first` on; rotated in groups of `rotation` (0, 32 or 64), in place.
@@ -72,8 +87,6 @@ struct Kernels {
     void (*rotate)(float* x, int size, int width);
     // Quantises one head to int8 and returns the scale.
     float (*quantize_head)(const float* x, int dim, int8_t* out);
-    void (*attend_int8)(AttentionPart& part);
-    void (*attend_fp32)(AttentionPart& part);
     // Adds the next partition to what was combined before it.
     void (*combine)(Partial& all, const Partial& next, int dim);
     float (*score_summary)(const int8_t* queries, const float* scales, int heads, const int8_t* ends, int size);

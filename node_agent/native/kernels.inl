@@ -257,6 +257,6 @@ float quantize_head(const float* x, int dim, int8_t* out) {
 }  // namespace
 
 #define DECODEFLEET_SHARED_KERNELS \
-    embed, norm, quantize, swiglu, rope, rotate, quantize_head, attend_int8, attend_fp32, combine, score_summary, scan, widen, temper, weigh
+    attend_fp32, embed, norm, quantize, swiglu, rope, rotate, quantize_head, combine, score_summary, scan, widen, temper, weigh
 #define DECODEFLEET_KERNELS(NAME) \
-    {NAME, nothing, nothing, linear, DECODEFLEET_SHARED_KERNELS}
+    {NAME, nothing, nothing, linear, attend_int8, DECODEFLEET_SHARED_KERNELS}

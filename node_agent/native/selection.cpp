@@ -156,11 +156,10 @@ void Attention::selected_partition(int thread, int layer, const Tile& tile, int 
         pages[i - begin] = page(layer, tile.pages[index], kv_head);
     }
     selection_[thread].bytes_read += static_cast<int64_t>(end - begin) * PAGE * (2 * dim + 8);
-    float* scratch = &scratch_[static_cast<size_t>(thread) * GROUP * (PARTITION + dim)];
     AttentionPart work{};
     work.pages = pages;
     work.dim = dim;
-    work.scratch = scratch;
+    work.scratch = &scratch_[thread];
     for (int query = 0; query < heads_per_kv_; query += work.count) {
         work.count = std::min(GROUP, heads_per_kv_ - query);
         for (int i = 0; i < work.count; i++) {
@@ -168,7 +167,7 @@ void Attention::selected_partition(int thread, int layer, const Tile& tile, int 
             work.tokens[i] = (end == total ? (end - 1 - begin) * PAGE + tile.start % PAGE + 1 : PARTITION);
             work.int8_queries[i] = &int8_queries_[number * dim];
             work.scales[i] = query_scales_[number];
-            work.result[i].values = split_ || !part ? all[query + i].values : scratch + GROUP * PARTITION + i * dim;
+            work.result[i].values = split_ || !part ? all[query + i].values : work.scratch->results + i * dim;
         }
         kernels_.attend_int8(work);
         for (int i = 0; i < work.count; i++) {

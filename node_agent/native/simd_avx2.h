@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "repeat.h"
+
 namespace {
 
 constexpr int ROWS_TOGETHER = 2;  // that share the unpacking of a tile
@@ -106,9 +108,6 @@ inline F16 butterfly(F16 a) {
 inline F16 load_half(const uint8_t* p) {
     return halves([&](int h) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + h)); });
 }
-inline F16 load_int8(const int8_t* p) {
-    return halves([&](int h) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * h)))); });
-}
 inline F16 to_float(I16 a) {
     return halves([&](int h) { return _mm256_cvtepi32_ps(a.v[h]); });
 }
@@ -169,6 +168,32 @@ inline void dot_bytes(const int8_t* w, int stride, int groups, const int8_t* con
             }
         }
     }
+}
+
+inline I16 nothing_yet() { return {{_mm256_setzero_si256(), _mm256_setzero_si256()}}; }
+
+// Adds four products to each of 16 sums: of four bytes below 128, and of sixteen times four signed ones. At most 2 · 127 · 128 = 32512 in 16 bits.
+inline I16 add_products(I16 sums, const uint8_t* four, const int8_t* bytes) {
+    const __m256i weights = broadcast4(reinterpret_cast<const int8_t*>(four));
+    for (int h = 0; h < 2; h++) {
+        __m256i pairs = _mm256_maddubs_epi16(weights, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + 32 * h)));
+        sums.v[h] = _mm256_add_epi32(sums.v[h], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return sums;
+}
+
+// Whole numbers up to 16383: the upper seven bits and the lower.
+inline void store_planes(uint8_t* high, uint8_t* low, F16 a) {
+    __m256i whole = _mm256_packs_epi32(_mm256_cvtps_epi32(a.v[0]), _mm256_cvtps_epi32(a.v[1]));
+    whole = _mm256_permute4x64_epi64(whole, 0xD8);
+    __m256i bytes = _mm256_packus_epi16(_mm256_srli_epi16(whole, 7), _mm256_and_si256(whole, _mm256_set1_epi16(127)));
+    bytes = _mm256_permute4x64_epi64(bytes, 0xD8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm256_castsi256_si128(bytes));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(low), _mm256_extracti128_si256(bytes, 1));
+}
+inline I16 planes_together(I16 high, I16 low) {
+    for (int h = 0; h < 2; h++) high.v[h] = _mm256_add_epi32(_mm256_slli_epi32(high.v[h], 7), low.v[h]);
+    return high;
 }
 
 inline int32_t sum_int8(const int8_t* p, int size) {

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "repeat.h"
+
 namespace {
 
 constexpr int ROWS_TOGETHER = 8;  // that share the unpacking of a tile: accumulators, products and weights fill the registers
@@ -69,9 +71,6 @@ inline F16 butterfly(F16 a) {
 }
 
 inline F16 load_half(const uint8_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
-inline F16 load_int8(const int8_t* p) {
-    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-}
 inline F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline I16 subtract(I16 a, int32_t b) { return {_mm512_sub_epi32(a.v, _mm512_set1_epi32(b))}; }
 
@@ -93,28 +92,47 @@ inline __m512i broadcast4(const int8_t* p) {
 template <int R>
 inline void dot_nibbles(const uint8_t* w, const int8_t* const (&x)[R], I16 (&out)[R]) {
     const __m512i mask = _mm512_set1_epi8(15);
-    for (int r = 0; r < R; r++) out[r].v = _mm512_setzero_si512();
-    for (int j = 0; j < 4; j++) {
+    __m512i sums[R];
+    repeat<R>([&](auto r) { sums[r] = _mm512_setzero_si512(); });
+    repeat<4>([&](auto j) {
         __m512i bytes = _mm512_loadu_si512(w + 64 * j);
         __m512i low = _mm512_and_si512(bytes, mask), high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), mask);
-        for (int r = 0; r < R; r++) {
-            out[r].v = _mm512_dpbusd_epi32(out[r].v, low, broadcast4(x[r] + 4 * j));
-            out[r].v = _mm512_dpbusd_epi32(out[r].v, high, broadcast4(x[r] + 16 + 4 * j));
-        }
-    }
+        repeat<R>([&](auto r) {
+            sums[r] = _mm512_dpbusd_epi32(sums[r], low, broadcast4(x[r] + 4 * j));
+            sums[r] = _mm512_dpbusd_epi32(sums[r], high, broadcast4(x[r] + 16 + 4 * j));
+        });
+    });
+    repeat<R>([&](auto r) { out[r].v = sums[r]; });
 }
 
 // Products of 16 outputs' bytes, four inputs of all of them `stride` bytes after the last four, with the inputs of R rows, whose sums are `sums`.
 template <int R>
 inline void dot_bytes(const int8_t* w, int stride, int groups, const int8_t* const (&x)[R], const int32_t (&sums)[R], I16 (&out)[R]) {
     const __m512i offset = _mm512_set1_epi8(-128);
-    for (int r = 0; r < R; r++) out[r].v = _mm512_set1_epi32(-128 * sums[r]);
+    __m512i acc[R];
+    repeat<R>([&](auto r) { acc[r] = _mm512_set1_epi32(-128 * sums[r]); });
     for (int j = 0; j < groups; j++) {
         // The instruction takes one of the two as unsigned: the weight plus 128.
         __m512i bytes = _mm512_xor_si512(_mm512_loadu_si512(w + stride * j), offset);
-        for (int r = 0; r < R; r++) out[r].v = _mm512_dpbusd_epi32(out[r].v, bytes, broadcast4(x[r] + 4 * j));
+        repeat<R>([&](auto r) { acc[r] = _mm512_dpbusd_epi32(acc[r], bytes, broadcast4(x[r] + 4 * j)); });
     }
+    repeat<R>([&](auto r) { out[r].v = acc[r]; });
 }
+
+inline I16 nothing_yet() { return {_mm512_setzero_si512()}; }
+
+// Adds four products to each of 16 sums: of four bytes below 128, and of sixteen times four signed ones.
+inline I16 add_products(I16 sums, const uint8_t* four, const int8_t* bytes) {
+    return {_mm512_dpbusd_epi32(sums.v, broadcast4(reinterpret_cast<const int8_t*>(four)), _mm512_loadu_si512(bytes))};
+}
+
+// Whole numbers up to 16383: the upper seven bits and the lower.
+inline void store_planes(uint8_t* high, uint8_t* low, F16 a) {
+    __m512i whole = _mm512_cvtps_epi32(a.v);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 7)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(low), _mm512_cvtepi32_epi8(_mm512_and_si512(whole, _mm512_set1_epi32(127))));
+}
+inline I16 planes_together(I16 high, I16 low) { return {_mm512_add_epi32(_mm512_slli_epi32(high.v, 7), low.v)}; }
 
 inline int32_t sum_int8(const int8_t* p, int size) {
     __m512i total = _mm512_setzero_si512();

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "repeat.h"
+
 namespace {
 
 constexpr int ROWS_TOGETHER = 4;  // that share the unpacking of a tile
@@ -113,9 +115,6 @@ inline F16 load_half(const uint8_t* p) {
         return half_to_float(half);
     });
 }
-inline F16 load_int8(const int8_t* p) {
-    return lanes([&](int i) { return static_cast<float>(p[i]); });
-}
 inline F16 to_float(I16 a) {
     return lanes([&](int i) { return static_cast<float>(a.v[i]); });
 }
@@ -160,6 +159,27 @@ inline void dot_bytes(const int8_t* w, int stride, int groups, const int8_t* con
             out[r].v[output] = sum;
         }
     }
+}
+
+inline I16 nothing_yet() { return {}; }
+
+// Adds four products to each of 16 sums: of four bytes below 128, and of sixteen times four signed ones.
+inline I16 add_products(I16 sums, const uint8_t* four, const int8_t* bytes) {
+    for (int i = 0; i < 64; i++) sums.v[i / 4] += four[i % 4] * bytes[i];
+    return sums;
+}
+
+// Whole numbers up to 16383: the upper seven bits and the lower.
+inline void store_planes(uint8_t* high, uint8_t* low, F16 a) {
+    for (int i = 0; i < 16; i++) {
+        const int whole = static_cast<int>(a.v[i]);
+        high[i] = static_cast<uint8_t>(whole >> 7);
+        low[i] = static_cast<uint8_t>(whole & 127);
+    }
+}
+inline I16 planes_together(I16 high, I16 low) {
+    for (int i = 0; i < 16; i++) high.v[i] = high.v[i] * 128 + low.v[i];
+    return high;
 }
 
 inline int32_t sum_int8(const int8_t* p, int size) {

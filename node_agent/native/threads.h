@@ -1,6 +1,7 @@
 // A few threads that run one function together, in phases that share out numbered items.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -22,16 +23,26 @@ class Threads {
     void run(const std::function<void(int)>& work);
 
     // Within `run`: calls f(item) once for each item of 0 … items - 1, on whichever thread is free; returns when all are done.
-    // Every thread must come to the same phases in the same order.
+    // Every thread must come to the same phases in the same order. `run`: items that a thread takes at once.
     template <class F>
-    void phase(int items, F&& f) {
+    void phase(int items, int run, F&& f) {
         if (count_ == 1) {
             for (int item = 0; item < items; item++) f(item);
             return;
         }
-        for (int item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < items;) f(item);
+        for (int first; (first = next_.fetch_add(run, std::memory_order_relaxed)) < items;) {
+            for (int item = first; item < items && item < first + run; item++) f(item);
+        }
         barrier();
     }
+
+    template <class F>
+    void phase(int items, F&& f) {
+        phase(items, 1, f);
+    }
+
+    // Small items that a thread takes at once.
+    int share(int items) const { return std::clamp(items / (4 * count_), 1, 16); }
 
   private:
     void barrier();

@@ -6,10 +6,11 @@
 #include "kernels.inl"
 
 #include "amx.inl"
+#include "amx_attention.inl"
 
 namespace decodefleet {
 extern const Kernels amx_kernels;
-const Kernels amx_kernels = {"amx", enter, leave, amx_linear, DECODEFLEET_SHARED_KERNELS};
+const Kernels amx_kernels = {"amx", enter, leave, amx_linear, amx_attend_int8, DECODEFLEET_SHARED_KERNELS};
 }  // namespace decodefleet
 
 #endif

@@ -18,8 +18,8 @@ from decodefleet_agent.engine.weights import Blocks
 
 pytestmark = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native library was not built: there is no C++ compiler")
 TIERS = ("portable", "avx2", "avx512", "amx")
-OWN_ATTENTION = TIERS[:-1]  # the last one shares that of the one before
 LIMIT = 1e-5
+PARTITION = 256
 
 
 @pytest.fixture(params=TIERS)
@@ -167,6 +167,7 @@ class Sequence:
     pages: list[int]
     keys: torch.Tensor
     values: torch.Tensor
+    value_scales: torch.Tensor  # [tokens, kv_heads]
 
 
 @dataclass
@@ -212,6 +213,7 @@ class Setting:
         q, k, v = qkv.unflatten(-1, (-1, self.dim)).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         sequence.keys = torch.cat([sequence.keys, self.stored(self.turned(k, start))])
         sequence.values = torch.cat([sequence.values, self.stored(v)])
+        sequence.value_scales = torch.cat([sequence.value_scales, rotated(v, 64).abs().amax(dim=-1).double() / 127])
         query = self.stored(self.turned(q, start))
         keys, values = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (sequence.keys, sequence.values))
         scores = torch.einsum("qhd,khd->hqk", query, keys) / self.dim**0.5
@@ -219,8 +221,21 @@ class Setting:
         hidden = at > rows
         if self.policy == native.SparsityPolicy.SlidingWindow:
             hidden |= (at >= self.sinks) & (at <= rows - self.window)
-        mixed = torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1), values)
+        weights = self.weights(scores.masked_fill(hidden, -torch.inf), sequence)
+        mixed = torch.einsum("hqk,khd->qhd", weights, values)
         return (rotated(mixed, 64) if self.kv_format == KVFormat.int8 else mixed).flatten(1)
+
+    def weights(self, scores: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+        """Softmax over [heads, queries, keys]. With int8 values, a partition's weights times the values' scales are whole numbers up to 16383."""
+        weights = torch.softmax(scores, dim=-1)
+        if self.kv_format != KVFormat.int8:
+            return weights
+        scales = sequence.value_scales.repeat_interleave(self.heads // self.kv_heads, dim=1).T[:, None]
+        parts = []
+        for part, scale in zip(weights.split(PARTITION, dim=-1), scales.split(PARTITION, dim=-1), strict=True):
+            unit = (part * scale).amax(dim=-1, keepdim=True) / 16383
+            parts.append(torch.round(part * scale / unit).nan_to_num(0) * unit / scale)
+        return torch.cat(parts, dim=-1)
 
     def native(self, tier: bytes, threads: int, pool: np.ndarray, spans: list[tuple[Sequence, int]], qkv: np.ndarray) -> np.ndarray:
         starts = np.array([len(sequence.keys) for sequence, _ in spans], np.int32)
@@ -237,14 +252,12 @@ class Setting:
         return out
 
 
-@pytest.mark.parametrize("tier", OWN_ATTENTION, indirect=True)
 @pytest.mark.parametrize("kv_format", KVFormat)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 64), (8, 2, 128), (7, 1, 64)])
 def test_attention(tier: bytes, kv_format: KVFormat, heads: int, kv_heads: int, dim: int) -> None:
     ragged_batches(tier, Setting(heads, kv_heads, dim, kv_format))
 
 
-@pytest.mark.parametrize("tier", OWN_ATTENTION, indirect=True)
 @pytest.mark.parametrize("kv_format", KVFormat)
 @pytest.mark.parametrize(("sinks", "window"), [(0, 16), (4, 37), (16, 256), (300, 100), (5, 700), (16, 2000)])
 def test_sliding_window(tier: bytes, kv_format: KVFormat, sinks: int, window: int) -> None:
@@ -261,7 +274,7 @@ def ragged_batches(tier: bytes, setting: Setting) -> None:
     generator = np.random.default_rng(heads)
     free = generator.permutation(setting.pages).tolist()
     nothing = torch.zeros(0, kv_heads, dim, dtype=torch.float64)
-    sequences = [Sequence([free.pop() for _ in range(count)], nothing, nothing) for count in (66, 30, 2, 20)]
+    sequences = [Sequence([free.pop() for _ in range(count)], nothing, nothing, nothing[..., 0]) for count in (66, 30, 2, 20)]
     for lengths in ((255, 300, 1, 31), (1, 1, 1, 1), (40, 0, 5, 230), (513, 0, 0, 0), (1, 0, 0, 0)):
         spans = [(sequence, length) for sequence, length in zip(sequences, lengths, strict=True) if length]
         qkv = generator.normal(size=(sum(lengths), (heads + 2 * kv_heads) * dim)).astype(np.float32)
