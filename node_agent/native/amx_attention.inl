@@ -49,7 +49,7 @@ void attend_tile(AttentionPart& part, int at, int count, int end) {
     const int tokens = most_tokens(part, at, count), dim = part.dim;
     for (int r = 0; r < count; r++) __builtin_memcpy(scratch.queries + r * dim, part.int8_queries[at + r], dim);
     for (int t = 0; t < tokens; t += PAGE) {
-        if (!at) fetch_ahead(part, t, tokens);
+        if (!at) fetch_ahead(part, t / PAGE, tokens);
         score_tiles(scratch.queries, part.pages[t / PAGE].keys, dim, reinterpret_cast<int32_t*>(scratch.scores) + t, 4 * PARTITION);
     }
     float factors[AttentionScratch::QUERIES];
@@ -58,6 +58,7 @@ void attend_tile(AttentionPart& part, int at, int count, int end) {
         uint8_t* planes = scratch.planes + 2 * PARTITION * r;
         const int own = part.tokens[at + r];
         const F16 scale = all(part.scales[at + r]);
+        if (!at) fetch_next(part, r);
         for (int t = 0; t < own; t += 16) {
             store(scores + t, to_float(I16{_mm512_loadu_si512(scores + t)}) * (load(part.pages[t / PAGE].key_scales) * scale));
         }

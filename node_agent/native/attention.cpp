@@ -36,42 +36,44 @@ void Attention::run(int thread, int layer, float* qkv, const Activations& quanti
     const int kv_heads = model_.kv_heads, rows = static_cast<int>(positions_.size());
     threads_.phase(rows * kv_heads, threads_.share(rows * kv_heads), [&](int item) { write(layer, item / kv_heads, item % kv_heads, qkv); });
     if (hierarchical()) return run_selected(thread, layer, quantized, rotation, out);
-    if (!ahead_.empty()) {
-        const int items = static_cast<int>(ahead_.size()) * kv_heads;
+    auto of_ahead = [&](int item) {
+        const Ahead& ahead = ahead_[item / kv_heads];
+        return Read{ahead.pages, ahead.part, item % kv_heads, positions_[rows_[ahead.first + ahead.count - 1]]};
+    };
+    if (const int items = static_cast<int>(ahead_.size()) * kv_heads) {
         threads_.phase(items, std::min(threads_.share(items), MOST_TOGETHER), [&](int item) {
             const Ahead& ahead = ahead_[item / kv_heads];
-            if (item + 1 < items) fetch(layer, ahead_[(item + 1) / kv_heads].pages, ahead_[(item + 1) / kv_heads].part, (item + 1) % kv_heads);
-            partition(thread, layer, qkv, &rows_[ahead.first], ahead.count, ahead.pages, item % kv_heads, ahead.part, nullptr);
+            partition(thread, layer, qkv, &rows_[ahead.first], ahead.count, of_ahead(item), item + 1 < items ? of_ahead(item + 1) : Read{}, nullptr);
         });
     }
     const int items = static_cast<int>(tiles_.size()) * kv_heads;
     threads_.phase(items, std::min(threads_.share(items), MOST_TOGETHER), [&](int item) {
         const Tile& tile = tiles_[item / kv_heads];
         Partial* all = &partials_[static_cast<size_t>(thread) * TILE_ROWS * heads_per_kv_];
-        for (int part = 0; part < tile.partitions(); part++) {
-            if (part < tile.ahead) {
-                merge(tile, item % kv_heads, part, all);
-            } else {
-                if (part + 1 < tile.partitions()) {
-                    fetch(layer, tile.pages, part + 1, item % kv_heads);
-                } else if (item + 1 < items) {
-                    const Tile& next = tiles_[(item + 1) / kv_heads];
-                    if (next.ahead < next.partitions()) fetch(layer, next.pages, next.ahead, (item + 1) % kv_heads);
-                }
-                partition(thread, layer, qkv, &rows_[tile.first_row], tile.rows, tile.pages, item % kv_heads, part, all);
-            }
+        Read read = of_tile(item);
+        for (int part = 0; part < tile.ahead; part++) merge(tile, read.kv_head, part, all);
+        for (; read.part < tile.partitions(); read.part++) {
+            Read next = read;
+            if (++next.part == tile.partitions()) next = item + 1 < items ? of_tile(item + 1) : Read{};
+            partition(thread, layer, qkv, &rows_[tile.first_row], tile.rows, read, next, all);
         }
-        finish(tile, item % kv_heads, all, quantized, rotation, out);
+        finish(tile, read.kv_head, all, quantized, rotation, out);
     });
 }
 
-// The first pages of the partition that this thread will probably read next, from memory; its kernel goes on by itself.
-void Attention::fetch(int layer, const int32_t* pages, int part, int kv_head) const {
-    const int first = part * (PARTITION / PAGE);
-    for (int i = first; i < first + 2 && pages[i] >= 0; i++) {
-        const uint8_t* bytes = page(layer, pages[i], kv_head).keys;
-        for (int64_t at = 0; at < head_bytes_; at += 64) __builtin_prefetch(bytes + at);
+// What is left to read when an item of the tiles' phase begins.
+Attention::Read Attention::of_tile(int item) const {
+    const Tile& tile = tiles_[item / model_.kv_heads];
+    return {tile.pages, tile.ahead, item % model_.kv_heads, tile.start + tile.rows - 1};
+}
+
+// The pages that are there, up to 16.
+int Attention::views(int layer, const Read& read, PageView* views) const {
+    int count = 0;
+    for (int i = read.part * (PARTITION / PAGE); i < (read.part + 1) * (PARTITION / PAGE) && read.pages && i <= read.last / PAGE; i++) {
+        if (read.pages[i] >= 0) views[count++] = page(layer, read.pages[i], read.kv_head);
     }
+    return count;
 }
 
 bool Attention::sees(int position, int part) const {
@@ -139,8 +141,8 @@ void Attention::write(int layer, int row, int kv_head, float* qkv) {
     }
 }
 
-void Attention::partition(int thread, int layer, const float* qkv, const int32_t* rows, int count, const int32_t* pages, int kv_head, int part, Partial* results) {
-    const int dim = model_.head_dim, from = part * PARTITION;
+void Attention::partition(int thread, int layer, const float* qkv, const int32_t* rows, int count, const Read& read, const Read& next, Partial* results) {
+    const int dim = model_.head_dim, part = read.part, kv_head = read.kv_head, from = part * PARTITION;
     const bool int8 = model_.kv_format == DF_KV_INT8;
     // The first rows may come before this partition, and the windows of the last ones after it.
     int begin = 0, end = count;
@@ -150,20 +152,22 @@ void Attention::partition(int thread, int layer, const float* qkv, const int32_t
     int tokens = 0;
     for (int row = begin; row < end; row++) tokens = std::max(tokens, std::min(PARTITION, positions_[rows[row]] + 1 - from));
     // Pages between the sinks and the first row's window are left out: they would add zeros.
-    int kept = PARTITION / PAGE, next = kept;
+    int kept = PARTITION / PAGE, visible = kept;
     if (windowed()) {
         kept = std::clamp((model_.sinks - from + PAGE - 1) / PAGE, 0, PARTITION / PAGE);
-        next = std::clamp((std::max(0, positions_[rows[begin]] - model_.window + 1) - from) / PAGE, kept, PARTITION / PAGE);
+        visible = std::clamp((std::max(0, positions_[rows[begin]] - model_.window + 1) - from) / PAGE, kept, PARTITION / PAGE);
     }
-    const int left_out = (next - kept) * PAGE;
-    PageView views[PARTITION / PAGE];
-    int read = 0;
+    const int left_out = (visible - kept) * PAGE;
+    PageView pages[PARTITION / PAGE], upcoming[PARTITION / PAGE];
+    int seen = 0;
     for (int i = 0; i * PAGE < tokens; i++) {
-        if (i < kept || i >= next) views[read++] = page(layer, pages[from / PAGE + i], kv_head);
+        if (i < kept || i >= visible) pages[seen++] = page(layer, read.pages[from / PAGE + i], kv_head);
     }
-    selection_[thread].bytes_read += read * head_bytes_;
+    selection_[thread].bytes_read += seen * head_bytes_;
     AttentionPart work{};
-    work.pages = views;
+    work.pages = pages;
+    work.next = upcoming;
+    work.next_count = int8 ? views(layer, next, upcoming) : 0;
     work.dim = dim;
     work.scratch = &scratch_[thread];
     Partial* targets[GROUP];

@@ -44,6 +44,11 @@ class Attention {
         const int32_t* pages;
     };
 
+    struct Read {  // of one head's pages of a partition
+        const int32_t* pages;  // of the sequence
+        int part, kv_head, last;  // position that is read
+    };
+
     struct Node {  // of summaries
         const int32_t* pages;
         int last;  // page
@@ -79,10 +84,11 @@ class Attention {
     void make_room(size_t states);
     Partial* stored(int row, int kv_head, int part);
     // Attention of rows to a partition, added to `results`, [count, heads of a key-value head]; stored ahead where these are null.
-    void partition(int thread, int layer, const float* qkv, const int32_t* rows, int count, const int32_t* pages, int kv_head, int part, Partial* results);
+    void partition(int thread, int layer, const float* qkv, const int32_t* rows, int count, const Read& read, const Read& next, Partial* results);
     void finish(const Tile& tile, int kv_head, const Partial* all, const Activations& quantized, int rotation, float* out);
     PageView page(int layer, int32_t page, int kv_head) const;
-    void fetch(int layer, const int32_t* pages, int part, int kv_head) const;
+    Read of_tile(int item) const;
+    int views(int layer, const Read& read, PageView* views) const;
     void merge(const Tile& tile, int kv_head, int part, Partial* all);
 
     const df_model& model_;

@@ -78,11 +78,16 @@ inline int most_tokens(const AttentionPart& part, int first, int count) {
     return tokens;
 }
 
-// While a page is read the one after the next is on its way from memory: keys, values and scales, which lie together.
-inline void fetch_ahead(const AttentionPart& part, int t, int tokens) {
-    if (t + 2 * PAGE >= tokens) return;
-    const uint8_t* keys = part.pages[t / PAGE + 2].keys;
-    for (int i = 0; i < PAGE * (2 * part.dim + 8); i += 64) __builtin_prefetch(keys + i);
+inline void fetch(const PageView& page, int dim) {  // keys, values and scales lie together
+    for (int i = 0; i < PAGE * (2 * dim + 8); i += 64) __builtin_prefetch(page.keys + i);
+}
+
+// What will be read next comes from memory meanwhile: while page `i` is scored the one after the next, while it is mixed that of the next partition.
+inline void fetch_ahead(const AttentionPart& part, int i, int tokens) {
+    if ((i + 2) * PAGE < tokens) fetch(part.pages[i + 2], part.dim);
+}
+inline void fetch_next(const AttentionPart& part, int i) {
+    if (i < part.next_count) fetch(part.next[i], part.dim);
 }
 
 // From here on, R queries from number `at` on.
@@ -95,7 +100,7 @@ void score_int8(const AttentionPart& part, int at, int tokens) {
         sums[r] = sum_int8(queries[r], part.dim);
     }
     for (int t = 0; t < tokens; t += PAGE) {
-        fetch_ahead(part, t, tokens);
+        fetch_ahead(part, t / PAGE, tokens);
         const PageView& page = part.pages[t / PAGE];
         I16 dot[R];
         dot_bytes<R>(reinterpret_cast<const int8_t*>(page.keys), 4 * PAGE, part.dim / 4, queries, sums, dot);
@@ -126,6 +131,7 @@ void mix_int8(const AttentionPart& part, int at, int tokens, const float (&facto
         for (int from = 0; from < tokens; from += PAGE) {
             const int8_t* values = reinterpret_cast<const int8_t*>(part.pages[from / PAGE].values) + 4 * d;
             const int to = tokens < from + PAGE ? tokens : from + PAGE;
+            if (!at && !d) fetch_next(part, from / PAGE);
             for (int t = from; t < to; t += 4, values += 4 * part.dim) {
                 const uint8_t* planes = part.scratch->planes + t;
                 repeat<R * MIXED_TOGETHER>([&](auto i) {

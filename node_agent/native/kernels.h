@@ -59,6 +59,8 @@ struct alignas(64) AttentionScratch {
 // Queries that read one partition of one head's keys and values.
 struct AttentionPart {
     const PageView* pages;  // of the partition
+    const PageView* next;  // that will probably be read after them
+    int next_count;
     const int8_t* int8_queries[GROUP];
     const float* queries[GROUP];  // fp32 keys and values only
     float scales[GROUP];  // of the int8 queries, the 1 / sqrt(dim) included
