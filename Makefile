@@ -17,7 +17,7 @@ SANITIZED = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help up install native native-sanitize test lint e2e mutate proto crd docs-reference bench bench-peers bench-vllm bench-chunking bench-sparsity bench-streaming bench-warmup soak-engine gpu-check clean
+.PHONY: help up install native native-sanitize test lint e2e mutate proto crd docs-reference bench bench-peers bench-vllm bench-chunking bench-quality bench-sparsity bench-streaming bench-warmup soak-engine gpu-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ bench-warmup: $(INSTALLED) ## the first request after an agent serves against th
 
 bench-sparsity: $(INSTALLED) ## what sparse attention reads and holds, with --tokens N in BENCH_ARGS its perplexity; fails beyond its limits
 	$(BIN)/python tools/bench_sparsity.py $(BENCH_ARGS)
+
+bench-quality: $(INSTALLED) ## perplexity and top-1 agreement of backends and KV formats, over 50,000 tokens of real text; fails beyond its limits
+	OMP_NUM_THREADS=1 $(BIN)/python tools/bench_quality.py $(BENCH_ARGS)
 
 gpu-check: ## the cuda backend on the GPU of this machine, with the PyTorch of PYTHON; exit status 2 where there is none
 	@PYTHONUNBUFFERED=1 $(PYTHON) tools/gpu_check.py

@@ -102,3 +102,32 @@ def test_load_on_an_agent(model_agent: Any, prose: Path, tmp_path: Path) -> None
 def test_load_on_nobody(prose: Path) -> None:
     done = bench("serve", "--target", "127.0.0.1:1", "--seconds", "1", "--rate", "5", "--timeout", "2s", "--text", str(prose))
     assert done.returncode == 1 and "no fleet answers at 127.0.0.1:1" in done.stderr
+
+
+QUALITY = Path(__file__).parents[2] / "tools" / "bench_quality.py"
+
+
+def quality(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, str(QUALITY), *arguments], capture_output=True, text=True, timeout=280, env=environment)
+
+
+def test_quality_of_formats(model: Path, prose: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "quality.json"
+    pairs = ["reference:int8/reference:fp32", "reference:fp32/reference:fp32"]
+    done = quality(
+        "--model", f"file://{model}", "--text", str(prose), "--tokens", "600", "--pairs", ",".join(pairs), "--json", str(figures)
+    )  # fmt: skip
+    assert done.returncode in (0, 1), done.stderr
+    found = json.loads(figures.read_text())
+    assert (found["tokens"], found["window"], found["gap"]) == (600, 256, 0.02) and [r["pair"] for r in found["pairs"]] == pairs
+    int8, same = found["pairs"]
+    assert (same["difference"], same["agreement"], same["clear_agreement"]) == (0, 1, 1)
+    assert int8["difference"] != 0 and int8["perplexity"] == pytest.approx(same["perplexity"], rel=1e-3)
+    assert done.stderr.count("perplexity") == 2, "a run that two pairs name is done once"
+    assert (done.returncode == 0) == (not int8["missed"]) == ("all within their limits" in done.stdout)
+
+
+def test_quality_of_no_such_run() -> None:
+    done = quality("--pairs", "reference:int8/gpu:int8")
+    assert done.returncode == 2 and "is no pair RUN/ORACLE; the runs are reference:fp32, " in done.stderr

@@ -109,6 +109,9 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({"kvCache": "int8"}, None, "cpu", "int8"),
         ({"weights": "fp32"}, None, "reference", "fp32"),
         ({"kvCache": "fp32"}, "reference", "reference", "fp32"),
+        ({"kvCache": "int8"}, "reference", "reference", "int8"),
+        ({"kvCache": "fp8"}, "reference", "reference", "fp8"),
+        ({"kvCache": "fp8", "weights": "fp32"}, None, "reference", "fp8"),
     ],
 )
 def test_which_backend_serves(
@@ -151,7 +154,8 @@ def test_without_the_library_the_reference_serves(small: Path, tmp_path: Path, m
     ("variable", "value", "precision", "says"),
     [
         (choice.VARIABLE, "gpu", {}, "no backend 'gpu'; set cpu or reference"),
-        (choice.VARIABLE, "reference", {"kvCache": "int8"}, "kvCache: int8 needs the cpu backend.*set auto or fp32"),
+        (choice.VARIABLE, "cpu", {"kvCache": "fp8"}, "kvCache: fp8 needs the reference backend.*set DECODEFLEET_BACKEND to reference"),
+        (choice.VARIABLE, "reference", {"kvCache": "bf16"}, "has no bf16; set fp32 or int8 or fp8"),
         (choice.VARIABLE, "cpu", {"weights": "fp32"}, "weights is fp32"),
         (native.TIER_VARIABLE, "avx9", {}, "no tier 'avx9'; set amx, avx512, avx2 or portable"),
     ],
@@ -167,6 +171,7 @@ def test_what_cannot_be_is_said(
 def test_profiles_tell_what_gives_other_bits(small: Path) -> None:
     weights = load(small)
     backends = [ReferenceBackend(), CpuBackend(1), CpuBackend(1, KVFormat.fp32)]
-    assert len({numerics_profile(weights, backend) for backend in backends}) == 3
+    backends += [ReferenceBackend(kv_format="int8"), ReferenceBackend(kv_format="fp8")]
+    assert len({numerics_profile(weights, backend) for backend in backends}) == 5
     same = [CpuBackend(2), CpuBackend(1, tier="portable")]
     assert {numerics_profile(weights, backend) for backend in same} == {numerics_profile(weights, backends[1])}

@@ -174,6 +174,7 @@ def test_its_pages_are_as_large_as_it_says(backend: CudaBackend) -> None:
     ("precision", "changes", "says"),
     [
         ({"kvCache": "fp32"}, {}, "kvCache is fp32"),
+        ({"kvCache": "fp8"}, {}, "kvCache is fp8"),
         ({}, {"head_dim": 48}, "heads of 48 .*takes 64 or 128"),
     ],
 )

@@ -23,7 +23,7 @@ from decodefleet_agent.engine.backends import native
 from decodefleet_agent.engine.backends.cpu import CpuBackend
 from decodefleet_agent.engine.backends.native import KVFormat
 from decodefleet_agent.engine.backends.reference import ReferenceBackend
-from decodefleet_agent.engine.batch import Batch
+from decodefleet_agent.engine.batch import Batch, Span
 from decodefleet_agent.engine.chunks import Chunk
 from decodefleet_agent.engine.controllers.base import Controller, Decision, Limits
 from decodefleet_agent.engine.controllers.static import static
@@ -45,10 +45,13 @@ HIERARCHICAL = Sparsity(policy=SparsityPolicy.Hierarchical, sinks=10, window=17,
 # What each backend is called here -> how it is made, with a number of threads (the reference has PyTorch's).
 BACKENDS: dict[str, Callable[[int], AnyBackend]] = {
     "reference": lambda threads: ReferenceBackend(),
+    "reference-int8": lambda threads: ReferenceBackend(kv_format="int8"),
+    "reference-fp8": lambda threads: ReferenceBackend(kv_format="fp8"),
     "cpu": CpuBackend,
     "cpu-fp32": lambda threads: CpuBackend(threads, KVFormat.fp32),
     "cpu-portable": lambda threads: CpuBackend(threads, tier="portable"),
     "reference-window": lambda threads: ReferenceBackend(WINDOW),
+    "reference-int8-window": lambda threads: ReferenceBackend(NO_SINKS, "int8"),
     "cpu-window": lambda threads: CpuBackend(threads, sparsity=WINDOW),
     "cpu-fp32-window": lambda threads: CpuBackend(threads, KVFormat.fp32, sparsity=NO_SINKS),
     "cpu-hierarchical": lambda threads: CpuBackend(threads, sparsity=HIERARCHICAL),
@@ -231,14 +234,16 @@ def test_resuming_elsewhere_changes_nothing(tiny: AnyBackend) -> None:
 def test_numbers_left_by_others_do_not_leak(tiny: AnyBackend) -> None:
     wanted = run(tiny, [submit(0, [9] * 37, 6)])[0][0]
     if isinstance(tiny, ReferenceBackend):
-        tiny._keys.fill_(torch.nan)
-        tiny._values.fill_(torch.nan)
+        for pool in (tiny._keys, tiny._values):
+            for part in (pool.numbers, pool.scales):
+                if part is not None:
+                    part.view(torch.uint8).fill_(0xFF)  # NaN in fp32 and in fp8
     else:
         tiny.pool.view(np.float32).fill(np.nan)
     assert_same(run(tiny, [submit(0, [9] * 37, 6)])[0][0], wanted)
 
 
-@pytest.mark.parametrize("name", ["reference", "reference-window"], indirect=True)
+@pytest.mark.parametrize("name", ["reference", "reference-window", "reference-int8", "reference-fp8"], indirect=True)
 def test_larger_tiles_give_the_bits_of_the_smallest(tiny: AnyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     submits = [submit(n, [n + 1] * (20 + 40 * n), 5) for n in range(5)]
     wanted = run(tiny, submits)[0]
@@ -249,7 +254,18 @@ def test_larger_tiles_give_the_bits_of_the_smallest(tiny: AnyBackend, monkeypatc
         assert_same(got[number], wanted[number])
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "cpu-fp32"], indirect=True)
+def test_rows_of_a_sequence_sampled_in_one_step_are_those_of_one_at_a_time(tiny: AnyBackend) -> None:
+    tokens, pages = np.arange(5, 125), tuple(range(8))
+    spans = (Span(1, pages, 0, 20, samples=True), *(Span(1, pages, at, 1, samples=True) for at in range(20, 120)))
+    other = Span(2, (9,), 0, 3, samples=True)
+    together = tiny.step(Batch(np.concatenate([tokens, [3, 4, 5]]), (*spans, other))).copy()
+    assert np.array_equal(tiny.step(Batch(np.array([3, 4, 5]), (other,)))[0], together[-1])
+    for span, row in zip(spans, together[:-1], strict=True):
+        part = tokens[span.start : span.start + span.length]
+        assert np.array_equal(tiny.step(Batch(part, (span,)))[0], row)
+
+
+@pytest.mark.parametrize("name", ["reference", "reference-int8", "cpu", "cpu-fp32"], indirect=True)
 @pytest.mark.parametrize("way", ["batch 16", "chunk 16", "chunk 64", "chunk Dynamic", "preempted", "two threads"])
 def test_the_demo_model(name: str, demo: AnyBackend, way: str) -> None:
     prompt = (np.random.default_rng(5).integers(0, 49152, 90)).tolist()
@@ -266,7 +282,7 @@ def test_the_demo_model(name: str, demo: AnyBackend, way: str) -> None:
         assert engine.stats().preemptions > 0
     elif way == "two threads":
         torch.set_num_threads(2)
-        got, _ = run(demo if name == "reference" else prepared(name, resolve(DEMO), threads=2), [target])
+        got, _ = run(demo if name.startswith("reference") else prepared(name, resolve(DEMO), threads=2), [target])
         torch.set_num_threads(1)
     else:
         chunk = settings_chunk(way.split()[1])

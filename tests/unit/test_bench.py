@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -190,13 +191,17 @@ def test_nothing_answered_has_no_latencies() -> None:
     assert (found.ttft, found.e2e, found.attainment, found.rejected) == (None, None, 0.0, 1)
 
 
-def cmake_args(cpuinfo: str) -> list[str]:
-    path = Path(__file__).parents[2] / "tools" / "llama_cmake_args.py"
-    spec = importlib.util.spec_from_file_location("llama_cmake_args", path)
+def tool(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "tools" / f"{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for it
     spec.loader.exec_module(module)
-    return module.cmake_args(cpuinfo).split()
+    return module
+
+
+def cmake_args(cpuinfo: str) -> list[str]:
+    return tool("llama_cmake_args").cmake_args(cpuinfo).split()
 
 
 def test_llama_cpp_is_built_for_the_instruction_sets_by_name() -> None:
@@ -205,3 +210,17 @@ def test_llama_cpp_is_built_for_the_instruction_sets_by_name() -> None:
     wide = cmake_args("flags : avx avx2 fma f16c bmi2 avx512f avx512cd avx512vl avx512dq avx512bw avx512_vnni\n")
     assert "-DGGML_AVX512=ON" in wide and "-DGGML_AVX512_VNNI=ON" in wide and "-DGGML_AVX512_BF16=OFF" in wide
     assert not [arg for arg in cmake_args("Features : asimd\n") if "AVX" in arg], "another architecture"
+
+
+def test_quality_is_counted_by_position() -> None:
+    quality = tool("bench_quality")
+    oracle = quality.Scores(np.array([1, 2, 3, 4]), np.array([5.0, 0.01, 0.02, 0.03]), np.log([0.5, 0.5, 0.5, 0.5]))
+    ours = quality.Scores(np.array([1, 9, 3, 9]), np.full(4, 7.0), np.log([0.5, 0.5, 0.5, 0.25]))
+    found = quality.compared("a/b", ours, oracle, quality.Limits(0.1, 0.5))
+    assert (found.perplexity, found.oracle_perplexity) == (pytest.approx(2 * 2**0.25), pytest.approx(2))
+    assert (found.agreement, found.clear_agreement, found.clear, found.missed) == (0.5, 0.5, 0.5, ("perplexity",))
+    assert quality.compared("a/b", ours, oracle, quality.Limits(0.2, 0.6)).missed == ("top-1",)
+    assert quality.compared("b/a", oracle, ours, quality.Limits(0.1)).missed == ()
+    assert quality.compared("b/a", oracle, ours, quality.Limits(0.1, either_way=True)).missed == ("perplexity",)
+    unclear = quality.Scores(oracle.chosen, np.zeros(4), oracle.logprobs)
+    assert quality.compared("a/b", ours, unclear, quality.Limits()).clear_agreement is None

@@ -74,7 +74,7 @@ def test_threads_never_exceed_the_pods_limit_and_are_at_least_one() -> None:
     [
         ({"precision": {"weights": "int8"}}, "engine.precision.weights: int8"),
         ({"precision": {"attention": "bf16"}}, "engine.precision.attention: bf16"),
-        ({"precision": {"kvCache": "fp8"}}, "engine.precision.kvCache: fp8"),
+        ({"precision": {"kvCache": "bf16"}}, "engine.precision.kvCache: bf16"),
         ({"precision": {"schedule": "ByComplexity"}}, "engine.precision.schedule: ByComplexity"),
         ({"batching": {"controller": "DQN"}}, "engine.batching.controller: DQN"),
         ({"prediction": {"method": "Suffix"}}, "engine.prediction.method: Suffix"),

@@ -24,7 +24,7 @@ def unsupported(config: AgentConfig) -> str | None:
     supported: list[tuple[str, object, tuple[str, ...]]] = [
         ("precision.weights", engine.precision.weights, ("auto", "fp32")),
         ("precision.attention", engine.precision.attention, ("auto", "fp32")),
-        ("precision.kvCache", engine.precision.kv_cache, ("auto", "int8", "fp32")),
+        ("precision.kvCache", engine.precision.kv_cache, ("auto", "int8", "fp8", "fp32")),
         ("precision.schedule", engine.precision.schedule, ("Static",)),
         ("kvCache.sparsity.policy", engine.kv_cache.sparsity.policy, tuple(SparsityPolicy)),
         ("batching.controller", engine.batching.controller, tuple(CONTROLLERS)),

@@ -6,12 +6,13 @@ row does not see adds exactly nothing to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from decodefleet_agent.engine.batch import Batch
+from decodefleet_agent.engine.backends.kv_formats import Stored, read
+from decodefleet_agent.engine.batch import Batch, Span
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS
 from decodefleet_agent.engine.sparsity import Window
 
@@ -61,15 +62,14 @@ def plan_attention(
     """`tile_rows`: query rows of a tile, from the smallest, all giving the same bits. A longer one is taken for spans that fill it."""
     positions: list[int] = []
     pages: list[int] = []
-    sampled: list[int] = []
     tiles: dict[int, list[_Tile]] = {}
     sizes = [max(1, rows // heads_per_kv_head) for rows in tile_rows]
-    for span in batch.spans:
+    ends = np.cumsum([span.length for span in batch.spans])
+    sampled = torch.from_numpy(ends[[span.samples for span in batch.spans]] - 1)
+    for span in _joined(batch.spans):
         first, end = len(positions), span.start + span.length
         positions += range(span.start, end)
         pages += [span.pages[position // PAGE_TOKENS] for position in range(span.start, end)]
-        if span.samples:
-            sampled.append(len(positions) - 1)
         tokens = next((size for size in reversed(sizes) if size <= span.length), sizes[0])
         for start in range(0, span.length, tokens):
             where = range(start, min(start + tokens, span.length))
@@ -82,7 +82,19 @@ def plan_attention(
         for tokens, same in tiles.items()
         for part in _split(same, tokens * heads_per_kv_head)
     ]
-    return AttentionPlan(at_positions, torch.tensor(pages), at_positions % PAGE_TOKENS, torch.tensor(sampled, dtype=torch.long), groups)
+    return AttentionPlan(at_positions, torch.tensor(pages), at_positions % PAGE_TOKENS, sampled, groups)
+
+
+def _joined(spans: tuple[Span, ...]) -> list[Span]:
+    """Spans that go on where the one before ends, in the same pages, as one: fuller tiles where many rows of a sequence are sampled."""
+    result: list[Span] = []
+    for span in spans:
+        before = result[-1] if result else None
+        if before and (span.sequence_id, span.start, span.pages) == (before.sequence_id, before.start + before.length, before.pages):
+            result[-1] = replace(before, length=before.length + span.length)
+        else:
+            result.append(span)
+    return result
 
 
 def _seen(positions: range, window: Window | None) -> tuple[int, ...]:
@@ -143,10 +155,10 @@ def _group(tiles: list[_Tile], tokens: int, heads_per_kv_head: int, multiple: in
     )
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan, out: torch.Tensor) -> None:
-    """Fills `out` [rows, heads * head_dim]. `q`: [rows, heads, head_dim], rotated. `keys`, `values`: [kv_heads, pages, 16, head_dim]."""
+def attend(q: torch.Tensor, keys: Stored, values: Stored, plan: AttentionPlan, out: torch.Tensor) -> None:
+    """Fills `out` [rows, heads * head_dim] from one layer's keys and values. `q`: [rows, heads, head_dim], as the keys are rotated."""
     rows, heads, dim = q.shape
-    kv_heads = len(keys)
+    kv_heads = len(keys.numbers)
     q = (q * dim**-0.5).view(rows, kv_heads, heads // kv_heads, dim)
     out = out.view(rows, kv_heads, heads // kv_heads, dim)
     for group in plan.groups:
@@ -159,12 +171,12 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Atte
         out[group.rows[group.valid]] = result[group.valid]
 
 
-def _combined(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Group) -> torch.Tensor:
+def _combined(query: torch.Tensor, keys: Stored, values: Stored, group: _Group) -> torch.Tensor:
     """[kv_heads, tiles, tile rows, head_dim]: softmax over all partitions of each tile."""
     kv_heads, tiles, size, dim = query.shape
     items = len(group.item_tile)
-    near_keys = keys.index_select(1, group.item_pages).view(kv_heads * items, PARTITION, dim)
-    near_values = values.index_select(1, group.item_pages).view(kv_heads, items, PARTITION, dim)
+    near_keys = read(keys, group.item_pages).view(kv_heads * items, PARTITION, dim)
+    near_values = read(values, group.item_pages).view(kv_heads, items, PARTITION, dim)
     # What another sequence left may be anything, even NaN, and zero times NaN is NaN.
     near_values[:, group.partial_items] = near_values[:, group.partial_items].masked_fill_(group.stale[None, :, :, None], 0)
     scores = torch.bmm(query.index_select(1, group.item_tile).view(kv_heads * items, size, dim), near_keys.transpose(1, 2))

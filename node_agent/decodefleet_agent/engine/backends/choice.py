@@ -31,23 +31,24 @@ def choose(config: AgentConfig, model: ModelConfig, threads: int) -> Backend:
         return gpu
     why = f"{VARIABLE} says so" if forced == "reference" else _why_not_cpu(str(precision.weights), model)
     if why is None:
+        if precision.kv_cache not in ("auto", *KVFormat.__members__):
+            raise ModelError(
+                f"engine.precision.kvCache: {precision.kv_cache} needs the reference backend, which is slow: "
+                f"set {VARIABLE} to reference, or kvCache to {' or '.join(('auto', *KVFormat.__members__))}"
+            )
         kv_format = KVFormat.int8 if precision.kv_cache == "auto" else KVFormat[precision.kv_cache]
         backend = CpuBackend(threads, kv_format, sparsity=config.engine.kv_cache.sparsity)
         log.info("backend cpu: instructions %s, %d threads, KV cache %s", backend.instructions, threads, backend.kv_format)
         return backend
     if forced == "cpu":
         raise ModelError(f"{VARIABLE} is cpu, and that backend cannot serve: {why}; unset it, or set it to reference")
-    if precision.kv_cache not in ("auto", "fp32"):
-        raise ModelError(
-            f"engine.precision.kvCache: {precision.kv_cache} needs the cpu backend, which cannot serve: {why}; set auto or fp32"
-        )
     if config.engine.kv_cache.sparsity.policy == SparsityPolicy.Hierarchical:
         raise ModelError(
             f"engine.kvCache.sparsity.policy: Hierarchical needs the cpu backend, which cannot serve: {why}; set None or SlidingWindow"
         )
     asked_for = forced == "reference" or str(precision.weights) == "fp32"
     log.log(logging.INFO if asked_for else logging.WARNING, "backend reference, which is slow: %s", why)
-    return ReferenceBackend(config.engine.kv_cache.sparsity)
+    return ReferenceBackend(config.engine.kv_cache.sparsity, "fp32" if precision.kv_cache == "auto" else precision.kv_cache)
 
 
 def _cuda(forced: str, config: AgentConfig, model: ModelConfig) -> Backend | None:
@@ -59,7 +60,8 @@ def _cuda(forced: str, config: AgentConfig, model: ModelConfig) -> Backend | Non
     if sparsity != SparsityPolicy.None_:
         why: str | None = f"engine.kvCache.sparsity.policy is {sparsity}"
     else:
-        why = "engine.precision.kvCache is fp32" if precision.kv_cache == "fp32" else cuda.refusal(model)
+        other = precision.kv_cache not in ("auto", "int8")
+        why = f"engine.precision.kvCache is {precision.kv_cache}" if other else cuda.refusal(model)
     if why is None:
         backend = CudaBackend(torch.float32 if precision.weights == "fp32" else None)
         log.info("backend cuda: %s, KV cache %s", backend.numerics, backend.kv_format)

@@ -16,12 +16,14 @@ import torch
 from decodefleet.config import Sparsity
 from decodefleet_agent.engine.backends.attention import AttentionPlan, attend, plan_attention, same_bits
 from decodefleet_agent.engine.backends.base import Progress
+from decodefleet_agent.engine.backends.kv_formats import DTYPES, allocated, rotated, token_bytes, write
 from decodefleet_agent.engine.backends.rotary import rotary_tables
 from decodefleet_agent.engine.batch import Batch
 from decodefleet_agent.engine.kv_pool import PAGE_TOKENS
 from decodefleet_agent.engine.sampling import sample_rows
 from decodefleet_agent.engine.sparsity import described, window_of
 from decodefleet_agent.engine.weights import ModelConfig, Weights
+from decodefleet_agent.model_files import ModelError
 
 TILE = 16
 _TILES = (4, 64)  # sizes of a tile beside 16: the small one makes small batches cheap, the large one prefill
@@ -55,21 +57,23 @@ class _Layer:
 
 
 class ReferenceBackend:
-    """See `Backend`."""
+    """See `Backend`. `kv_format`: fp32, int8 or fp8."""
 
     name = "reference"
     device_memory = None
     revision = 1
-    kv_format = "fp32"
     sample = staticmethod(sample_rows)
 
-    def __init__(self, sparsity: Sparsity | None = None) -> None:
+    def __init__(self, sparsity: Sparsity | None = None, kv_format: str = "fp32") -> None:
+        if kv_format not in DTYPES:
+            raise ModelError(f"engine.precision.kvCache: the reference backend has no {kv_format}; set {' or '.join(DTYPES)}")
+        self.kv_format = kv_format
         self.instructions = torch.backends.cpu.get_cpu_capability()
         self.sparsity = sparsity or Sparsity()
         self.numerics = f"torch {torch.__version__} {self.instructions}" + described(self.sparsity)
 
     def page_bytes(self, config: ModelConfig) -> int:
-        return config.layers * 2 * config.kv_heads * PAGE_TOKENS * config.head_dim * 4
+        return config.layers * 2 * config.kv_heads * PAGE_TOKENS * token_bytes(self.kv_format, config.head_dim)
 
     def prepare(self, weights: Weights, context_length: int, progress: Progress) -> None:
         config = self._config = weights.config
@@ -91,9 +95,9 @@ class ReferenceBackend:
 
     def allocate(self, pages: int) -> None:
         config = self._config
-        shape = (config.layers, config.kv_heads, pages, PAGE_TOKENS, config.head_dim)
-        self._keys = torch.empty(shape).zero_()
-        self._values = torch.empty(shape).zero_()
+        self._keys, self._values = (
+            allocated(self.kv_format, config.layers, config.kv_heads, pages, config.head_dim) for _ in ("keys", "values")
+        )
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> np.ndarray:
@@ -128,15 +132,15 @@ class ReferenceBackend:
             part.unflatten(1, (-1, config.head_dim))
             for part in qkv[:rows].split([heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads)], dim=1)
         )
-        keys, values = self._keys[index], self._values[index]
-        keys[:, plan.pages, plan.slots] = _rotated(k, cos, sin).transpose(0, 1)
-        values[:, plan.pages, plan.slots] = v.transpose(0, 1)
+        keys, values = self._keys.layer(index), self._values.layer(index)
+        write(keys, plan.pages, plan.slots, rotated(_placed(k, cos, sin), self.kv_format))
+        write(values, plan.pages, plan.slots, rotated(v, self.kv_format))
         result = torch.zeros(len(qkv), config.heads * config.head_dim)
-        attend(_rotated(q, cos, sin), keys, values, plan, result[:rows])
-        return result
+        attend(rotated(_placed(q, cos, sin), self.kv_format), keys, values, plan, result[:rows])
+        return rotated(result.unflatten(1, (-1, config.head_dim)), self.kv_format).flatten(1)
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _placed(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary positions on [rows, heads, head_dim], the halves of a head rotated together."""
     low, high = x.chunk(2, dim=2)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=2)
