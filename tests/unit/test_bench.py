@@ -18,7 +18,8 @@ from rich.console import Console
 
 from decodefleet_agent.bench import catalog, measure, serve, table, text
 from decodefleet_agent.bench.arrivals import KINDS, arrivals
-from decodefleet_agent.bench.protocol import Timing
+from decodefleet_agent.bench.peers import vllm_cpu
+from decodefleet_agent.bench.protocol import Load, Timing
 from decodefleet_agent.bench.report import Absent, Report, Result, comparisons
 from decodefleet_agent.bench.statistics import percentile, perplexity, spread
 
@@ -205,3 +206,12 @@ def test_llama_cpp_is_built_for_the_instruction_sets_by_name() -> None:
     wide = cmake_args("flags : avx avx2 fma f16c bmi2 avx512f avx512cd avx512vl avx512dq avx512bw avx512_vnni\n")
     assert "-DGGML_AVX512=ON" in wide and "-DGGML_AVX512_VNNI=ON" in wide and "-DGGML_AVX512_BF16=OFF" in wide
     assert not [arg for arg in cmake_args("Features : asimd\n") if "AVX" in arg], "another architecture"
+
+
+def test_vllm_has_room_for_every_sequence() -> None:
+    load = Load("", "", "Q4_1", "bf16", threads=1, batch=4, context=300)
+    config = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "num_hidden_layers": 30}
+    token = 2 * 30 * 3 * 64 * 2  # keys and values, layers, heads, dimensions, bytes
+    assert vllm_cpu.kv_bytes(config, load) >= 4 * 384 * token  # sequences take whole blocks of 128 tokens
+    assert vllm_cpu.kv_bytes(config, dataclasses.replace(load, format="fp32")) == 2 * vllm_cpu.kv_bytes(config, load)
+    assert vllm_cpu.kv_bytes({**config, "head_dim": 128}, load) == 2 * vllm_cpu.kv_bytes(config, load)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from pathlib import Path
@@ -23,9 +22,8 @@ class Vllm:
     def load(self, load: Load) -> Loaded:
         folder = directory_of(Path(load.path))
         config = json.loads((folder / "config.json").read_text())
-        space = str(kv_gibibytes(config, load))
         # In one process: no messages between steps, and its memory is all of the engine's. It takes OMP_NUM_THREADS as its threads.
-        os.environ.update(VLLM_CPU_KVCACHE_SPACE=space, VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
         import vllm
 
         self._engine = vllm.LLM(
@@ -33,9 +31,10 @@ class Vllm:
             dtype=_TYPES[load.format],
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
-            # Compiling took minutes a start, and steps were no faster for it.
+            # Compiling takes minutes a start, and a step of one sequence was no faster for it.
             enforce_eager=True,
             max_num_seqs=load.batch,
+            kv_cache_memory_bytes=kv_bytes(config, load),
             # Scoring a window asks for a token after it.
             max_model_len=min(load.context + 1, config["max_position_embeddings"]),
         )
@@ -81,13 +80,13 @@ class Vllm:
         return None
 
 
-def kv_gibibytes(config: dict[str, Any], load: Load) -> int:
-    """Whole GiB that hold the keys and values of all sequences, so that none is preempted. `config` is the model's config.json."""
+def kv_bytes(config: dict[str, Any], load: Load) -> int:
+    """Room for the keys and values of all sequences, so that none is preempted. `config` is the model's config.json."""
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     token = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * size * _BYTES[load.format]
     blocks = load.batch * (load.context // _BLOCK + 2) + 1
-    return math.ceil(blocks * _BLOCK * token / 2**30)
+    return blocks * _BLOCK * token
 
 
 def create() -> Vllm:
