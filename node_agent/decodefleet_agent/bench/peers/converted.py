@@ -8,8 +8,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from decodefleet_agent.bench.protocol import Load
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 REQUANTIZED = "re-quantised"
 _TYPES = {"Q4_0": 2, "Q8_0": 7}  # llama_ftype
@@ -70,11 +75,26 @@ def _quantise(source: str, target: str, form: str) -> None:
         raise SystemExit(f"llama.cpp failed with {status}")
 
 
+def unpacked(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of transformers with dense weights; newer versions would leave those of a GGUF file in blocks where they find kernels."""
+    import transformers
+
+    options: dict[str, Any] = {}
+    if not path.is_dir():
+        options["gguf_file"] = path.name
+        if hasattr(transformers, "GgufConfig"):
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    folder = path if path.is_dir() else path.parent
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+
+
 def _unpack(source: Path, target: str) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32).save_pretrained(target)
+    model = unpacked(source, torch.float32)
+    if quantizer := getattr(model, "hf_quantizer", None):
+        quantizer.remove_quantization_config(model)  # with it a model counts as quantised, and is not saved
+    model.save_pretrained(target)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from decodefleet_agent.bench.peers.converted import unpacked
 from decodefleet_agent.bench.protocol import Load, Loaded, Timing
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -29,9 +30,7 @@ class HuggingFace:
 
     def load(self, load: Load) -> Loaded:
         torch.set_num_threads(load.threads)
-        path = Path(load.path)
-        folder, files = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=_TYPES[load.format], **files).eval()
+        self._model = unpacked(Path(load.path), _TYPES[load.format]).eval()
         settings = self._model.generation_config
         settings.eos_token_id, settings.pad_token_id = None, 0
         settings.do_sample, settings.temperature, settings.top_p, settings.top_k = False, None, None, None

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from decodefleet_agent.bench.peers.converted import directory_of
 from decodefleet_agent.bench.protocol import Load, Loaded, Timing
 
 _TYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_BYTES = {"bf16": 2, "fp32": 4}
+_BLOCK = 128  # tokens; vLLM's default on CPUs
 
 
 class Vllm:
     """See `Peer`."""
 
     def load(self, load: Load) -> Loaded:
-        os.environ.update(VLLM_CPU_KVCACHE_SPACE="2", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+        folder = directory_of(Path(load.path))
+        config = json.loads((folder / "config.json").read_text())
+        # In one process: no messages between steps, and its memory is all of the engine's. It takes OMP_NUM_THREADS as its threads.
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
         import vllm
 
         self._engine = vllm.LLM(
-            model=str(directory_of(Path(load.path))),
+            model=str(folder),
             dtype=_TYPES[load.format],
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
+            # Compiling takes minutes a start, and a step of one sequence was no faster for it.
+            enforce_eager=True,
             max_num_seqs=load.batch,
-            max_model_len=load.context,
+            kv_cache_memory_bytes=kv_bytes(config, load),
+            # Scoring a window asks for a token after it.
+            max_model_len=min(load.context + 1, config["max_position_embeddings"]),
         )
         self._requests = 0
-        return Loaded(vllm.__version__, load.format)
+        return Loaded(vllm.__version__, load.format, f"KV {load.format}, eager")
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> Timing:
         from vllm import SamplingParams
@@ -67,6 +78,15 @@ class Vllm:
 
     def floor(self, rows: int) -> None:
         return None
+
+
+def kv_bytes(config: dict[str, Any], load: Load) -> int:
+    """Room for the keys and values of all sequences, so that none is preempted. `config` is the model's config.json."""
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    token = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * size * _BYTES[load.format]
+    blocks = load.batch * (load.context // _BLOCK + 2) + 1
+    return blocks * _BLOCK * token
 
 
 def create() -> Vllm:
