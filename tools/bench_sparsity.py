@@ -22,6 +22,7 @@ from decodefleet_agent.engine.batch import Batch, Span
 from decodefleet_agent.engine.controllers.base import Limits
 from decodefleet_agent.engine.engine import Engine
 from decodefleet_agent.engine.kv_pool import KVPool, pages_for
+from decodefleet_agent.engine.sampling import sample_rows
 from decodefleet_agent.engine.sparsity import window_of
 from decodefleet_agent.engine.weights import Weights, load
 from decodefleet_agent.messages import Sampling, Submit
@@ -89,6 +90,8 @@ def peak_pages(policy: SparsityPolicy) -> float:
         def step(self, batch: Batch) -> np.ndarray:
             held.append(engine.pool.used)
             return np.zeros((sum(span.samples for span in batch.spans), 8), np.float32)
+
+        sample = staticmethod(sample_rows)
 
     context = _LONG + 64
     limits = Limits(4, 2048, None, 8, window=window_of(Sparsity(policy=policy)))

@@ -57,10 +57,10 @@ class Attention {
         int begin, end, picks;
     };
     struct alignas(64) Scratch {  // of a thread that selects
-        std::vector<int8_t> queries;
+        std::vector<int16_t> query;
         std::vector<int32_t> nodes, kept;
         std::vector<uint64_t> ranks;
-        std::vector<const int8_t*> ends;
+        std::vector<const uint8_t*> ends;
         int64_t bytes_read = 0;
     };
 
@@ -68,8 +68,9 @@ class Attention {
     Rest rest(int position) const;
     int selected_pages(const Tile& tile) const;
     void plan_selected(const df_batch& batch);
-    int8_t* summary(int layer, const int32_t* pages, int level, int last, int kv_head) const;
+    uint8_t* summary(int layer, const int32_t* pages, int level, int last, int kv_head) const;
     void summarise(int layer, const Node& node, int level, int kv_head);
+    void query_for_boxes(size_t first, std::vector<int16_t>& query) const;
     void select(int thread, int layer, const Tile& tile, int kv_head, int32_t* picks);
     void selected_partition(int thread, int layer, const Tile& tile, int kv_head, int part, Partial* all);
     void run_selected(int thread, int layer, const Activations& quantized, int rotation, float* out);

@@ -35,7 +35,7 @@ struct PageView {
     uint8_t* values;  // int8 [16 / 4][dim][4], or fp32 [16][dim]
     float* key_scales;  // [16], int8 only
     float* value_scales;
-    int8_t* summaries;  // two of [largest values, smallest values, scale]; DF_HIERARCHICAL only
+    int8_t* summaries;  // two of [high and low values, scale]; DF_HIERARCHICAL only
 };
 
 // Softmax over a part of a query's tokens: the largest score, the sum of the weights, and the weighted sum of the values.
@@ -91,7 +91,7 @@ struct Kernels {
     float (*quantize_head)(const float* x, int dim, int8_t* out);
     // Adds the next partition to what was combined before it.
     void (*combine)(Partial& all, const Partial& next, int dim);
-    float (*score_summary)(const int8_t* queries, const float* scales, int heads, const int8_t* ends, int size);
+    int32_t (*score_summary)(const int16_t* query, const uint8_t* box, int dim);
     // See sampling.inl.
     bool (*scan)(const float* x, int size, float* tops);
     void (*widen)(const float* x, int size, double* z);

@@ -1,9 +1,12 @@
 // Hierarchical sparsity: summaries of keys, the pages that a row picks by them, and its attention to these.
 //
-// A summary is the largest and the smallest value of each dimension of the keys of a page, or of eight summaries of the level below, as
-// int8 with one scale. Level 1 is in the page itself. A node of level n > 1 is in the page n - 2 after its last one: what a page holds
+// A summary is a box: a high and a low value of each dimension, four bits each, with one scale. A page's box is around the middle of its keys, half
+// as wide as they reach: a page is worth about what its keys reach, not what no single key does. A node's box is around those of the
+// eight below it. Boxes lie along the model's own dimensions, in which keys have outliers: stored keys are rotated, which spreads each
+// over all dimensions and would make every box wide. Level 1 is in the page itself. A node of level n > 1 is in the page n - 2 after its last one: what a page holds
 // follows from the tokens up to its end, so whoever shares pages shares summaries, and each page has room for two.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <numeric>
@@ -69,49 +72,69 @@ void Attention::plan_selected(const df_batch& batch) {
     }
 }
 
-int8_t* Attention::summary(int layer, const int32_t* pages, int level, int last, int kv_head) const {
-    int8_t* both = page(layer, pages[last + std::max(0, level - 2)], kv_head).summaries;
-    return both + (level > 1 ? 2 * model_.head_dim + 4 : 0);
+uint8_t* Attention::summary(int layer, const int32_t* pages, int level, int last, int kv_head) const {
+    uint8_t* both = reinterpret_cast<uint8_t*>(page(layer, pages[last + std::max(0, level - 2)], kv_head).summaries);
+    return both + (level > 1 ? model_.head_dim + 4 : 0);
 }
 
 void Attention::summarise(int layer, const Node& node, int level, int kv_head) {
     const int dim = model_.head_dim;
-    float ends[WIDEST];  // largest values, then smallest
+    float ends[WIDEST], below[WIDEST];  // high values, then low
     const PageView keys = page(layer, node.pages[node.last], kv_head);
     for (int child = 0; child < (level == 1 ? PAGE : FAN); child++) {
-        const int8_t* below = level == 1 ? nullptr : summary(layer, node.pages, level - 1, node.last - child * static_cast<int>(span_of(level - 1)), kv_head);
-        float scale = level == 1 ? keys.key_scales[child] : 0;
-        if (below) std::memcpy(&scale, below + 2 * dim, 4);
+        if (level == 1) {
+            for (int d = 0; d < dim; d++) below[d] = reinterpret_cast<int8_t*>(keys.keys)[d / 4 * 4 * PAGE + child * 4 + d % 4] * keys.key_scales[child];
+            kernels_.rotate(below, dim, 64);
+            std::memcpy(below + dim, below, dim * sizeof(float));
+        } else {
+            const uint8_t* box = summary(layer, node.pages, level - 1, node.last - child * static_cast<int>(span_of(level - 1)), kv_head);
+            float scale;
+            std::memcpy(&scale, box + dim, 4);
+            for (int d = 0; d < dim; d++) below[d] = ((box[d] & 15) - 8) * scale, below[dim + d] = ((box[d] >> 4) - 8) * scale;
+        }
         for (int d = 0; d < dim; d++) {
-            const int8_t* key = reinterpret_cast<const int8_t*>(keys.keys) + d / 4 * 4 * PAGE + child * 4 + d % 4;
-            float high = (below ? below[d] : *key) * scale, low = (below ? below[dim + d] : *key) * scale;
-            ends[d] = child ? std::max(ends[d], high) : high;
-            ends[dim + d] = child ? std::min(ends[dim + d], low) : low;
+            ends[d] = child ? std::max(ends[d], below[d]) : below[d];
+            ends[dim + d] = child ? std::min(ends[dim + d], below[dim + d]) : below[dim + d];
         }
     }
-    int8_t* to = summary(layer, node.pages, level, node.last, kv_head);
-    float scale = kernels_.quantize_head(ends, 2 * dim, to);
-    std::memcpy(to + 2 * dim, &scale, 4);
+    for (int d = 0; level == 1 && d < dim; d++) {
+        const float high = ends[d], low = ends[dim + d];
+        ends[d] = 0.75f * high + 0.25f * low;
+        ends[dim + d] = 0.25f * high + 0.75f * low;
+    }
+    float largest = 0;
+    for (int d = 0; d < 2 * dim; d++) largest = std::max(largest, std::fabs(ends[d]));
+    const float scale = largest / 7, steps = largest > 0 ? 7 / largest : 0;
+    auto four_bits = [&](float value) { return static_cast<int>(std::nearbyint(value * steps)) + 8; };
+    uint8_t* to = summary(layer, node.pages, level, node.last, kv_head);
+    for (int d = 0; d < dim; d++) to[d] = static_cast<uint8_t>(four_bits(ends[d]) | four_bits(ends[dim + d]) << 4);
+    std::memcpy(to + dim, &scale, 4);
+}
+
+// What meets a box for all query heads of a row together: the sums of their positive values, which meet the high ones, and of their
+// negative values, which meet the low ones. Without a scale, which would not change the order.
+void Attention::query_for_boxes(size_t first, std::vector<int16_t>& query) const {
+    const int dim = model_.head_dim;
+    float sums[WIDEST] = {}, values[WIDEST / 2], largest = 0;
+    for (int head = 0; head < heads_per_kv_; head++) {
+        for (int d = 0; d < dim; d++) values[d] = int8_queries_[(first + head) * dim + d] * query_scales_[first + head];
+        kernels_.rotate(values, dim, 64);
+        for (int d = 0; d < dim; d++) sums[values[d] > 0 ? d : dim + d] += values[d];
+    }
+    for (int d = 0; d < 2 * dim; d++) largest = std::max(largest, std::fabs(sums[d]));
+    const float scale = largest > 0 ? 32767 / largest : 0;
+    query.resize(2 * dim);
+    for (int d = 0; d < 2 * dim; d++) query[d] = static_cast<int16_t>(std::nearbyint(sums[d] * scale));
 }
 
 void Attention::select(int thread, int layer, const Tile& tile, int kv_head, int32_t* picks) {
     const Rest rest = this->rest(tile.start);
-    const int dim = model_.head_dim, pages = model_.budget / PAGE, beam = std::max(2, (pages + 3) / 4);  // so that its nodes have children enough
+    const int dim = model_.head_dim, pages = model_.budget / PAGE, beam = std::max(2, (pages + 1) / 2);  // four children for each page
     if (rest.end - rest.begin <= pages) return std::iota(picks, picks + rest.picks, rest.begin);
     auto count = [&](int level) { return level == 1 ? rest.end : static_cast<int>(std::max(0, rest.end - level + 2) / span_of(level)); };
     Scratch& scratch = selection_[thread];
     std::vector<int32_t>&nodes = scratch.nodes, &kept = scratch.kept;
-    // A query's positive values meet the largest ones, its negative values the smallest.
-    const size_t first = static_cast<size_t>(tile.first_row) * model_.heads + kv_head * heads_per_kv_;
-    scratch.queries.resize(static_cast<size_t>(heads_per_kv_) * 2 * dim);
-    for (int head = 0; head < heads_per_kv_; head++) {
-        const int8_t* query = &int8_queries_[(first + head) * dim];
-        int8_t* parts = &scratch.queries[static_cast<size_t>(head) * 2 * dim];
-        for (int d = 0; d < dim; d++) {
-            parts[d] = std::max<int8_t>(query[d], 0);
-            parts[dim + d] = std::min<int8_t>(query[d], 0);
-        }
-    }
+    query_for_boxes(static_cast<size_t>(tile.first_row) * model_.heads + kv_head * heads_per_kv_, scratch.query);
     int level = LEVELS;
     while (level > 1 && !count(level)) level--;
     kept.clear();
@@ -130,15 +153,15 @@ void Attention::select(int thread, int layer, const Tile& tile, int kv_head, int
         scratch.ends.clear();
         for (int node : nodes) {
             scratch.ends.push_back(summary(layer, tile.pages, level, static_cast<int>((node + 1) * span_of(level)) - 1, kv_head));
-            for (int at = 0; at < 2 * dim + 4; at += 64) __builtin_prefetch(scratch.ends.back() + at);
+            for (int at = 0; at < dim + 4; at += 64) __builtin_prefetch(scratch.ends.back() + at);
         }
         for (size_t i = 0; i < nodes.size(); i++) {
-            const int8_t* ends = scratch.ends[i];
-            float scale, score = kernels_.score_summary(scratch.queries.data(), &query_scales_[first], heads_per_kv_, ends, 2 * dim);
-            std::memcpy(&scale, ends + 2 * dim, 4);
-            scratch.ranks.push_back(rank(score * scale, nodes[i]));
+            const uint8_t* ends = scratch.ends[i];
+            float scale;
+            std::memcpy(&scale, ends + dim, 4);
+            scratch.ranks.push_back(rank(static_cast<float>(kernels_.score_summary(scratch.query.data(), ends, dim)) * scale, nodes[i]));
         }
-        scratch.bytes_read += static_cast<int64_t>(nodes.size()) * (2 * dim + 4);
+        scratch.bytes_read += static_cast<int64_t>(nodes.size()) * (dim + 4);
         keep_best(scratch.ranks, room, kept);
     }
     std::copy(kept.begin(), kept.end(), picks);

@@ -1,12 +1,12 @@
-// The score of a summary for the query heads that share its keys. Included by kernels.inl.
+// What a box of keys is worth to a query. Included by kernels.inl.
 
-// `queries`: [heads, size], `ends`: [size]. Whole numbers until the scales, so that the order of additions is free.
-float score_summary(const int8_t* queries, const float* scales, int heads, const int8_t* ends, int size) {
-    float score = 0;
-    for (int head = 0; head < heads; head++) {
-        int32_t dot = 0;
-        for (int i = 0; i < size; i++) dot += static_cast<int16_t>(queries[head * size + i]) * static_cast<int16_t>(ends[i]);
-        score += scales[head] * static_cast<float>(dot);
+// `query`: [2 * dim], for the high values, then for the low ones; `box`: [dim], a high value in the low bits of each byte.
+// Whole numbers, so that the order of additions is free.
+int32_t score_summary(const int16_t* query, const uint8_t* box, int dim) {
+    int32_t score = 0;
+    for (int d = 0; d < dim; d++) {
+        const int16_t high = static_cast<int16_t>((box[d] & 15) - 8), low = static_cast<int16_t>((box[d] >> 4) - 8);
+        score += query[d] * high + query[dim + d] * low;
     }
     return score;
 }

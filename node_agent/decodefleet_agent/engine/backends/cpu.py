@@ -46,7 +46,7 @@ class CpuBackend:
     """See `Backend`. `tier`: of instructions, the best by default. `sparsity`: which tokens a row attends to."""
 
     name = "cpu"
-    revision = 2
+    revision = 3
 
     def __init__(
         self, threads: int, kv_format: KVFormat = KVFormat.int8, tier: str | None = None, sparsity: Sparsity | None = None
@@ -74,7 +74,7 @@ class CpuBackend:
 
     def page_bytes(self, config: ModelConfig) -> int:
         token = 2 * config.head_dim + 8 if self._kv == KVFormat.int8 else 2 * config.head_dim * 4
-        summaries = 2 * (2 * config.head_dim + 4) if self.sparsity.policy == SparsityPolicy.Hierarchical else 0
+        summaries = 2 * (config.head_dim + 4) if self.sparsity.policy == SparsityPolicy.Hierarchical else 0
         return config.layers * config.kv_heads * (PAGE_TOKENS * token + summaries)
 
     def prepare(self, weights: Weights, context_length: int, progress: Progress) -> None:
