@@ -160,6 +160,29 @@ def test_norm_and_swiglu(tier: bytes, size: int) -> None:
         assert relative.max() <= LIMIT
 
 
+def whole_weights(weights: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax weights [..., keys], rounded: a partition's weights times the values' scales are whole numbers up to 16383. And what may be added or
+    taken away in fp32, where a weight lies so close to the middle of two whole numbers that it may round to the other."""
+    rounded, doubt = [], []
+    for part, scale in zip(weights.split(PARTITION, dim=-1), scales.split(PARTITION, dim=-1), strict=True):
+        unit = (part * scale).amax(dim=-1, keepdim=True) / 16383
+        exact = (part * scale / unit).nan_to_num(0)
+        near = (exact - exact.floor() - 0.5).abs() < 0.01
+        rounded.append(torch.round(exact) * unit / scale)
+        doubt.append(near * unit / scale)
+    return torch.cat(rounded, dim=-1), torch.cat(doubt, dim=-1)
+
+
+def value_scales(values: torch.Tensor) -> torch.Tensor:
+    return rotated(values, 64).abs().amax(dim=-1).double() / 127
+
+
+def close(got: np.ndarray, emulated: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether these are the emulated values, each with how far fp32 may be off it, to within LIMIT of the largest."""
+    wanted, off = (torch.cat(parts) for parts in zip(*emulated, strict=True))
+    return bool(((torch.from_numpy(got).double() - wanted).abs() <= LIMIT * wanted.abs().max() + off).all())
+
+
 @dataclass
 class Sequence:
     """Tokens in the pool, and what attention should read of them: [tokens, kv_heads, dim] float64."""
@@ -208,13 +231,12 @@ class Setting:
         return int8(rotated(x, 64), self.dim) if self.kv_format == KVFormat.int8 else x.double()
 
     def attention(self, sequence: Sequence, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[rows, heads * dim]: the emulation, which adds the rows to the sequence; and how far fp32 may be off it, where weights lie so close to
-        the middle of two whole numbers that it may round to the other."""
+        """[rows, heads * dim]: the emulation, which adds the rows to the sequence; and how far fp32 may be off it."""
         start = len(sequence.keys)
         q, k, v = qkv.unflatten(-1, (-1, self.dim)).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         sequence.keys = torch.cat([sequence.keys, self.stored(self.turned(k, start))])
         sequence.values = torch.cat([sequence.values, self.stored(v)])
-        sequence.value_scales = torch.cat([sequence.value_scales, rotated(v, 64).abs().amax(dim=-1).double() / 127])
+        sequence.value_scales = torch.cat([sequence.value_scales, value_scales(v)])
         query = self.stored(self.turned(q, start))
         keys, values = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (sequence.keys, sequence.values))
         scores = torch.einsum("qhd,khd->hqk", query, keys) / self.dim**0.5
@@ -222,25 +244,13 @@ class Setting:
         hidden = at > rows
         if self.policy == native.SparsityPolicy.SlidingWindow:
             hidden |= (at >= self.sinks) & (at <= rows - self.window)
-        weights, doubt = self.weights(scores.masked_fill(hidden, -torch.inf), sequence)
+        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+        doubt = torch.zeros_like(weights)
+        if self.kv_format == KVFormat.int8:
+            weights, doubt = whole_weights(weights, sequence.value_scales.repeat_interleave(self.heads // self.kv_heads, dim=1).T[:, None])
         mixed = torch.einsum("hqk,khd->qhd", weights, values)
         off = torch.einsum("hqk,kh->qh", doubt, values.norm(dim=-1))[..., None].expand_as(mixed)  # whose size no rotation changes
         return (rotated(mixed, 64) if self.kv_format == KVFormat.int8 else mixed).flatten(1), off.flatten(1)
-
-    def weights(self, scores: torch.Tensor, sequence: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
-        """Softmax over [heads, queries, keys]. With int8 values, a partition's weights times the values' scales are whole numbers up to 16383."""
-        weights = torch.softmax(scores, dim=-1)
-        if self.kv_format != KVFormat.int8:
-            return weights, torch.zeros_like(weights)
-        scales = sequence.value_scales.repeat_interleave(self.heads // self.kv_heads, dim=1).T[:, None]
-        rounded, doubt = [], []
-        for part, scale in zip(weights.split(PARTITION, dim=-1), scales.split(PARTITION, dim=-1), strict=True):
-            unit = (part * scale).amax(dim=-1, keepdim=True) / 16383
-            exact = (part * scale / unit).nan_to_num(0)
-            near = (exact - exact.floor() - 0.5).abs() < 0.01
-            rounded.append(torch.round(exact) * unit / scale)
-            doubt.append(near * unit / scale)
-        return torch.cat(rounded, dim=-1), torch.cat(doubt, dim=-1)
 
     def native(self, tier: bytes, threads: int, pool: np.ndarray, spans: list[tuple[Sequence, int]], qkv: np.ndarray) -> np.ndarray:
         starts = np.array([len(sequence.keys) for sequence, _ in spans], np.int32)
@@ -286,11 +296,39 @@ def ragged_batches(tier: bytes, setting: Setting) -> None:
         got = [setting.native(one, threads, pool, spans, qkv) for (one, threads), pool in pools.items()]
         parts = torch.from_numpy(qkv).split([length for _, length in spans])
         emulated = [setting.attention(sequence, part) for (sequence, _), part in zip(spans, parts, strict=True)]
-        wanted, off = (torch.cat(parts) for parts in zip(*emulated, strict=True))
-        assert ((torch.from_numpy(got[0]).double() - wanted).abs() <= LIMIT * wanted.abs().max() + off).all()
+        assert close(got[0], emulated)
         for other in got[1:]:
             assert np.array_equal(other, got[0])
         setting.give_back(sequences)
+
+
+@pytest.mark.parametrize("kv_format", KVFormat)
+def test_sequences_that_share_pages_have_the_bits_of_each_alone(tier: bytes, kv_format: KVFormat) -> None:
+    """18 share two partitions, more than a tile holds, two more only the first of these, and one none."""
+    setting = Setting(9, 3, 64, kv_format)
+    generator = np.random.default_rng(1)
+    pool = np.full(setting.pages * setting.page_bytes // 4, np.nan, np.float32)
+    free = generator.permutation(setting.pages).tolist()
+    shared = [free.pop() for _ in range(32)]
+    pages = [[*shared, free.pop()] for _ in range(18)] + [[*shared[:16], *(free.pop() for _ in range(17))] for _ in range(2)]
+    pages.append([free.pop() for _ in range(33)])
+
+    def at(number: int, length: int) -> Sequence:
+        return Sequence(pages[number], torch.zeros(length, 1), torch.zeros(0), torch.zeros(0))
+
+    def rows(count: int) -> np.ndarray:
+        return generator.normal(size=(count, 15 * 64)).astype(np.float32)
+
+    for number, start in [(0, 0), *((number, 512) for number in range(1, 18)), (18, 256), (19, 256), (20, 0)]:
+        setting.native(tier, 1, pool, [(at(number, start), 512 + number % 7 - start or 1)], rows(512 + number % 7 - start or 1))
+    qkv = rows(len(pages))
+    spans = [(at(number, 512 + number % 7), 1) for number in range(len(pages))]
+    alone = np.concatenate([setting.native(tier, 1, pool, [span], qkv[i : i + 1]) for i, span in enumerate(spans)])
+    assert np.isfinite(alone).all()
+    for threads in (1, 2):
+        for some in (range(len(pages)), (3, 9), (5, 18, 20), (18, 19)):
+            got = setting.native(tier, threads, pool, [spans[i] for i in some], qkv[list(some)])
+            assert np.array_equal(got, alone[list(some)])
 
 
 def test_pages_take_less_than_a_third_of_fp32() -> None:

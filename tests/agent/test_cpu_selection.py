@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_cpu_kernels import LIMIT, OWN_ATTENTION, Sequence, Setting, error, rotated
+from test_cpu_kernels import TIERS, Sequence, Setting, close, rotated, value_scales, whole_weights
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decodefleet.config import AgentConfig, Sparsity, SparsityPolicy
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not native.LIBRARY.exists(), reason="the native 
 FAN = 8
 
 
-@pytest.fixture(params=OWN_ATTENTION)
+@pytest.fixture(params=TIERS)
 def tier(request: pytest.FixtureRequest) -> bytes:
     if native.tier(request.param) is None:
         pytest.skip(f"this processor has no {request.param}")
@@ -87,21 +87,24 @@ class Hierarchical(Setting):
             kept = sorted(nodes[index] for index in torch.argsort(scores, descending=True, stable=True)[:most])
         return sorted([*always, *kept])
 
-    def attention(self, sequence: Sequence, qkv: torch.Tensor) -> torch.Tensor:
+    def attention(self, sequence: Sequence, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         start, group = len(sequence.keys), self.heads // self.kv_heads
         q, k, v = qkv.unflatten(-1, (-1, self.dim)).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         sequence.keys = torch.cat([sequence.keys, self.stored(self.turned(k, start))])
         sequence.values = torch.cat([sequence.values, self.stored(v)])
+        sequence.value_scales = torch.cat([sequence.value_scales, value_scales(v)])
         query = self.stored(self.turned(q, start))
-        mixed = torch.empty_like(query)
+        mixed, off = torch.empty_like(query), torch.empty_like(query)
         for row in range(len(q)):
             for head in range(self.kv_heads):
                 heads, keys = slice(head * group, (head + 1) * group), sequence.keys[:, head]
                 pages = self.pages_of(query[row, heads], keys, start + row)
                 at = torch.tensor([page * 16 + slot for page in pages for slot in range(16) if page * 16 + slot <= start + row])
                 weights = torch.softmax(query[row, heads] @ keys[at].T / self.dim**0.5, dim=1)
+                weights, doubt = whole_weights(weights, sequence.value_scales[at, head])
                 mixed[row, heads] = weights @ sequence.values[at, head]
-        return rotated(mixed, 64).flatten(1)
+                off[row, heads] = (doubt @ sequence.values[at, head].norm(dim=-1))[:, None]
+        return rotated(mixed, 64).flatten(1), off.flatten(1)
 
 
 @pytest.mark.parametrize(("sinks", "window", "budget"), [(16, 32, 64), (5, 16, 16), (40, 100, 176), (0, 20, 48), (16, 256, 512)])
@@ -112,14 +115,13 @@ def test_selection(tier: bytes, sinks: int, window: int, budget: int) -> None:
     free = generator.permutation(setting.pages).tolist()
     nothing = torch.zeros(0, 2, 64, dtype=torch.float64)
     pools = [np.full(setting.pages * setting.page_bytes // 4, np.nan, np.float32) for _ in range(2)]
-    sequences = [Sequence([free.pop() for _ in range(count)], nothing, nothing) for count in (69, 30)]
+    sequences = [Sequence([free.pop() for _ in range(count)], nothing, nothing, nothing[..., 0]) for count in (69, 30)]
     for lengths in ((700, 37), (1, 300), (300, 1), (1, 1), (90, 0), (1, 0)):
         spans = [(sequence, length) for sequence, length in zip(sequences, lengths, strict=True) if length]
         qkv = generator.normal(size=(sum(lengths), 10 * 64)).astype(np.float32)
         got = [setting.native(tier, threads, pool, spans, qkv) for threads, pool in zip((1, 2), pools, strict=True)]
         parts = torch.from_numpy(qkv).split([length for _, length in spans])
-        wanted = torch.cat([setting.attention(sequence, part) for (sequence, _), part in zip(spans, parts, strict=True)])
-        assert error(got[0], wanted) <= LIMIT
+        assert close(got[0], [setting.attention(sequence, part) for (sequence, _), part in zip(spans, parts, strict=True)])
         assert np.array_equal(*got)
 
 
@@ -131,7 +133,7 @@ def test_all_is_read_where_it_fits_and_gives_the_bits_of_exact_attention(tier: b
     results = []
     for setting in (exact, sparse):
         pool = np.zeros(setting.pages * setting.page_bytes // 4, np.float32)
-        results.append(setting.native(tier, 1, pool, [(Sequence(list(range(37)), nothing, nothing), 592)], qkv))
+        results.append(setting.native(tier, 1, pool, [(Sequence(list(range(37)), nothing, nothing, nothing[..., 0]), 592)], qkv))
     assert np.array_equal(*results)
 
 
