@@ -161,8 +161,8 @@ def test_norm_and_swiglu(tier: bytes, size: int) -> None:
 
 
 def whole_weights(weights: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax weights [..., keys], rounded: a partition's weights times the values' scales are whole numbers up to 16383. And what may be added or
-    taken away in fp32, where a weight lies so close to the middle of two whole numbers that it may round to the other."""
+    """Softmax weights [..., keys], rounded: a partition's weights times the values' scales are whole numbers up to 16383. And by how much
+    fp32 may be off, where a weight lies so close to the middle of two whole numbers that it may round to the other."""
     rounded, doubt = [], []
     for part, scale in zip(weights.split(PARTITION, dim=-1), scales.split(PARTITION, dim=-1), strict=True):
         unit = (part * scale).amax(dim=-1, keepdim=True) / 16383
