@@ -304,13 +304,13 @@ def ragged_batches(tier: bytes, setting: Setting) -> None:
 
 @pytest.mark.parametrize("kv_format", KVFormat)
 def test_sequences_that_share_pages_have_the_bits_of_each_alone(tier: bytes, kv_format: KVFormat) -> None:
-    """18 share two partitions, more than a tile holds, two more only the first of these, and one none."""
+    """18 share two partitions, more than a tile holds, two more only the first of these and a part of the second, and one none."""
     setting = Setting(9, 3, 64, kv_format)
     generator = np.random.default_rng(1)
     pool = np.full(setting.pages * setting.page_bytes // 4, np.nan, np.float32)
     free = generator.permutation(setting.pages).tolist()
     shared = [free.pop() for _ in range(32)]
-    pages = [[*shared, free.pop()] for _ in range(18)] + [[*shared[:16], *(free.pop() for _ in range(17))] for _ in range(2)]
+    pages = [[*shared, free.pop()] for _ in range(18)] + [[*shared[:20], *(free.pop() for _ in range(13))] for _ in range(2)]
     pages.append([free.pop() for _ in range(33)])
 
     def at(number: int, length: int) -> Sequence:
@@ -319,7 +319,7 @@ def test_sequences_that_share_pages_have_the_bits_of_each_alone(tier: bytes, kv_
     def rows(count: int) -> np.ndarray:
         return generator.normal(size=(count, 15 * 64)).astype(np.float32)
 
-    for number, start in [(0, 0), *((number, 512) for number in range(1, 18)), (18, 256), (19, 256), (20, 0)]:
+    for number, start in [(0, 0), *((number, 512) for number in range(1, 18)), (18, 320), (19, 320), (20, 0)]:
         setting.native(tier, 1, pool, [(at(number, start), 512 + number % 7 - start or 1)], rows(512 + number % 7 - start or 1))
     qkv = rows(len(pages))
     spans = [(at(number, 512 + number % 7), 1) for number in range(len(pages))]
