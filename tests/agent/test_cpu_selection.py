@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_cpu_kernels import TIERS, Sequence, Setting, close, rotated, value_scales, whole_weights
+from test_cpu_kernels import TIERS, Sequence, Setting, close, rotated, tiers, value_scales, whole_weights
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decodefleet.config import AgentConfig, Sparsity, SparsityPolicy
@@ -108,21 +108,23 @@ class Hierarchical(Setting):
 
 
 @pytest.mark.parametrize(("sinks", "window", "budget"), [(16, 32, 64), (5, 16, 16), (40, 100, 176), (0, 20, 48), (16, 256, 512)])
-def test_selection(tier: bytes, sinks: int, window: int, budget: int) -> None:
+def test_selection(sinks: int, window: int, budget: int) -> None:
     """In chunks cut anywhere, by one thread or two; pages of a chunk are picked in that chunk."""
     setting = Hierarchical(6, 2, 64, KVFormat.int8, sinks=sinks, window=window, budget=budget)
     generator = np.random.default_rng(budget)
     free = generator.permutation(setting.pages).tolist()
     nothing = torch.zeros(0, 2, 64, dtype=torch.float64)
-    pools = [np.full(setting.pages * setting.page_bytes // 4, np.nan, np.float32) for _ in range(2)]
+    pools = [np.full(setting.pages * setting.page_bytes // 4, np.nan, np.float32) for _ in range(2 * len(tiers()))]
     sequences = [Sequence([free.pop() for _ in range(count)], nothing, nothing, nothing[..., 0]) for count in (69, 30)]
     for lengths in ((700, 37), (1, 300), (300, 1), (1, 1), (90, 0), (1, 0)):
         spans = [(sequence, length) for sequence, length in zip(sequences, lengths, strict=True) if length]
         qkv = generator.normal(size=(sum(lengths), 10 * 64)).astype(np.float32)
-        got = [setting.native(tier, threads, pool, spans, qkv) for threads, pool in zip((1, 2), pools, strict=True)]
+        ways = ((tier, threads) for tier in tiers() for threads in (1, 2))
+        got = [setting.native(*way, pool, spans, qkv) for way, pool in zip(ways, pools, strict=True)]
         parts = torch.from_numpy(qkv).split([length for _, length in spans])
         assert close(got[0], [setting.attention(sequence, part) for (sequence, _), part in zip(spans, parts, strict=True)])
-        assert np.array_equal(*got)
+        for other in got[1:]:
+            assert np.array_equal(other, got[0])
 
 
 def test_all_is_read_where_it_fits_and_gives_the_bits_of_exact_attention(tier: bytes) -> None:
