@@ -17,7 +17,7 @@ SANITIZED = LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help up install native native-sanitize test lint e2e mutate proto crd docs-reference bench bench-peers bench-vllm bench-chunking bench-quality bench-sparsity bench-streaming bench-warmup soak-engine gpu-check clean
+.PHONY: help up install native native-sanitize test lint e2e mutate proto crd docs-reference bench bench-peers bench-vllm bench-chunking bench-prefix bench-quality bench-sparsity bench-streaming bench-warmup soak-engine gpu-check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ bench-streaming: $(INSTALLED) ## decode throughput over gRPC against the engine 
 
 bench-warmup: $(INSTALLED) ## the first request after an agent serves against those that follow; fails beyond its limit
 	$(BIN)/python tools/bench_warmup.py $(BENCH_ARGS)
+
+bench-prefix: $(INSTALLED) ## decoding with a shared prefix against a copy of it for each sequence; fails beyond its limit
+	$(BIN)/python tools/bench_prefix.py $(BENCH_ARGS)
 
 bench-sparsity: $(INSTALLED) ## what sparse attention reads and holds, with --tokens N in BENCH_ARGS its perplexity; fails beyond its limits
 	$(BIN)/python tools/bench_sparsity.py $(BENCH_ARGS)

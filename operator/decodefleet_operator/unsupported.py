@@ -29,9 +29,8 @@ def _first_schedule(spec: Spec) -> str | None:
 FEATURES = (
     Feature("spec.engine.precision.weights", lambda s: s.engine.precision.weights, _is("auto", "fp32"), True),
     Feature("spec.engine.precision.attention", lambda s: s.engine.precision.attention, _is("auto", "fp32"), True),
-    Feature("spec.engine.precision.kvCache", lambda s: s.engine.precision.kv_cache, _is("auto", "fp32"), True),
+    Feature("spec.engine.precision.kvCache", lambda s: s.engine.precision.kv_cache, _is("auto", "int8", "fp8", "fp32"), True),
     Feature("spec.engine.precision.schedule", lambda s: s.engine.precision.schedule, _is("Static"), True),
-    Feature("spec.engine.kvCache.sparsity.policy", lambda s: s.engine.kv_cache.sparsity.policy, _is("None"), True),
     Feature("spec.engine.batching.controller", lambda s: s.engine.batching.controller, _is("SLAFeedback", "Static"), True),
     Feature("spec.engine.prediction.method", lambda s: s.engine.prediction.method, _is("None"), True),
     Feature("spec.parallelism.tensor", lambda s: s.parallelism.tensor, _is(1), True),
