@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from decodefleet.config import SparsityPolicy
 from decodefleet.units import parse_duration
 from decodefleet_operator.api import Spec
 
@@ -26,10 +27,21 @@ def _first_schedule(spec: Spec) -> str | None:
     return next((schedule.cron for schedule in spec.autoscaling.schedules), None) if spec.autoscaling else None
 
 
+def _hierarchical_without_int8(spec: Spec) -> str | None:
+    """Pages are chosen by the native backend alone, which does not compute in fp32 weights, and from int8 keys."""
+    precision, policy = spec.engine.precision, spec.engine.kv_cache.sparsity.policy
+    if policy != SparsityPolicy.Hierarchical:
+        return None
+    if precision.weights == "fp32":
+        return "Hierarchical with precision.weights fp32"
+    return None if precision.kv_cache in ("auto", "int8") else f"Hierarchical with precision.kvCache {precision.kv_cache}"
+
+
 FEATURES = (
     Feature("spec.engine.precision.weights", lambda s: s.engine.precision.weights, _is("auto", "fp32"), True),
     Feature("spec.engine.precision.attention", lambda s: s.engine.precision.attention, _is("auto", "fp32"), True),
-    Feature("spec.engine.precision.kvCache", lambda s: s.engine.precision.kv_cache, _is("auto", "int8", "fp8", "fp32"), True),
+    Feature("spec.engine.precision.kvCache", lambda s: s.engine.precision.kv_cache, _is("auto", "int8", "fp32"), True),
+    Feature("spec.engine.kvCache.sparsity.policy", _hierarchical_without_int8, _is(None), True),
     Feature("spec.engine.precision.schedule", lambda s: s.engine.precision.schedule, _is("Static"), True),
     Feature("spec.engine.batching.controller", lambda s: s.engine.batching.controller, _is("SLAFeedback", "Static"), True),
     Feature("spec.engine.prediction.method", lambda s: s.engine.prediction.method, _is("None"), True),
