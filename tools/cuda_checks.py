@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,18 @@ from decodefleet_agent.engine.backends.triton_kernels.linear import linear
 from decodefleet_agent.engine.backends.triton_kernels.pool import write
 from decodefleet_agent.engine.backends.triton_kernels.sampling import sample
 from decodefleet_agent.engine.batch import Batch, Span
+
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        """The interpreter's own asks a BLAS, whose rows get other bits at other places of a tile; a GPU's do not."""
+        result = d.data.copy()
+        for depth in range(a.data.shape[1]):
+            result += a.data[:, depth, None].astype(d.data.dtype) * b.data[depth]
+        return interpreter.TensorHandle(result, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = dot
 
 EXACT = 1e-5
 ROTATED = 64
