@@ -49,29 +49,32 @@ void attend_tile(AttentionPart& part, int at, int count, int end) {
     const int tokens = most_tokens(part, at, count), dim = part.dim;
     for (int r = 0; r < count; r++) __builtin_memcpy(scratch.queries + r * dim, part.int8_queries[at + r], dim);
     for (int t = 0; t < tokens; t += PAGE) {
-        if (!at) fetch_ahead(part, t / PAGE, tokens);
+        const uint8_t* next = fetched(part, at, t / PAGE).keys;
+        for (int i = 0; i < PAGE * (dim + 8); i += 64) __builtin_prefetch(next + i);
         score_tiles(scratch.queries, part.pages[t / PAGE].keys, dim, reinterpret_cast<int32_t*>(scratch.scores) + t, 4 * PARTITION);
     }
     float factors[AttentionScratch::QUERIES];
     for (int r = 0; r < count; r++) {
         float* scores = scratch.scores + r * PARTITION;
-        uint8_t* planes = scratch.planes + 2 * PARTITION * r;
+        uint8_t* weights = scratch.weights + 2 * PARTITION * r;
         const int own = part.tokens[at + r];
         const F16 scale = all(part.scales[at + r]);
-        if (!at) fetch_next(part, r);
+        if (const uint8_t* next = r < tokens / PAGE ? fetched(part, at, r).values : nullptr) {
+            for (int i = 0; i < PAGE * dim; i += 64) __builtin_prefetch(next + i);
+        }
         for (int t = 0; t < own; t += 16) {
             store(scores + t, to_float(I16{_mm512_loadu_si512(scores + t)}) * (load(part.pages[t / PAGE].key_scales) * scale));
         }
         hide(scores, part.hidden_from[at + r], part.hidden_to[at + r]);
         weigh(scores, own, part.result[at + r]);
-        factors[r] = weights_to_planes(scores, own, part.pages, planes);
-        for (int t = (own + 15) / 16 * 16; t < end; t += 16) store_planes(planes + t, planes + PARTITION + t, all(0.0f));
+        factors[r] = round_weights(scores, own, part.pages, weights);
+        for (int t = (own + 15) / 16 * 16; t < end; t += 16) store_weights(weights, t, all(0.0f));
     }
     alignas(64) int32_t high[TILE_ROWS * 16], low[TILE_ROWS * 16];
     for (int d = 0; d < dim; d += 16) {
-        mix_tiles(scratch.planes, scratch.values + 4 * d, dim, end, high, low);
+        mix_tiles(scratch.weights, scratch.values + 4 * d, dim, end, high, low);
         for (int r = 0; r < count; r++) {
-            I16 sums = planes_together({_mm512_load_si512(high + 16 * r)}, {_mm512_load_si512(low + 16 * r)});
+            I16 sums = total({_mm512_load_si512(high + 16 * r), _mm512_load_si512(low + 16 * r)});
             store(part.result[at + r].values + d, to_float(sums) * all(factors[r]));
         }
     }

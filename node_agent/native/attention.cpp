@@ -34,7 +34,9 @@ PageView Attention::page(int layer, int32_t page, int kv_head) const {
 
 void Attention::run(int thread, int layer, float* qkv, const Activations& quantized, int rotation, float* out) {
     const int kv_heads = model_.kv_heads, rows = static_cast<int>(positions_.size());
-    threads_.phase(rows * kv_heads, threads_.share(rows * kv_heads), [&](int item) { write(layer, item / kv_heads, item % kv_heads, qkv); });
+    if (!writes_in_tiles_) {
+        threads_.phase(rows * kv_heads, threads_.share(rows * kv_heads), [&](int item) { write(layer, item / kv_heads, item % kv_heads, qkv); });
+    }
     if (hierarchical()) return run_selected(thread, layer, quantized, rotation, out);
     auto of_ahead = [&](int item) {
         const Ahead& ahead = ahead_[item / kv_heads];
@@ -51,6 +53,7 @@ void Attention::run(int thread, int layer, float* qkv, const Activations& quanti
         const Tile& tile = tiles_[item / kv_heads];
         Partial* all = &partials_[static_cast<size_t>(thread) * TILE_ROWS * heads_per_kv_];
         Read read = of_tile(item);
+        if (writes_in_tiles_) write(layer, tile.first_row, read.kv_head, qkv);
         for (int part = 0; part < tile.ahead; part++) merge(tile, read.kv_head, part, all);
         for (; read.part < tile.partitions(); read.part++) {
             Read next = read;

@@ -80,6 +80,7 @@ class Attention {
     int first_part(int position) const;
     void write(int layer, int row, int kv_head, float* qkv);
     void plan_tiles(const df_batch& batch);
+    bool apart() const;
     void plan_shared();
     void plan_split();
     void make_room(size_t states);
@@ -100,6 +101,7 @@ class Attention {
     uint8_t* pool_ = nullptr;
     int64_t pages_ = 0;
     bool split_ = false;  // partitions of a tile are items of their own
+    bool writes_in_tiles_ = false;  // rows' keys and values, when a tile begins: no other reads them
     int most_partitions_ = 0;
     std::vector<Tile> tiles_;
     std::vector<Ahead> ahead_;

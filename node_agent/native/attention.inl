@@ -1,7 +1,7 @@
 // Attention of some query heads to one partition of one head's keys and values. Included by kernels.inl.
 //
 // With int8 keys and values both products are of whole numbers, so that their order, and with it who computes them how, is free: the softmax
-// weights of a partition, times the values' scales, become whole numbers up to LARGEST_WEIGHT, kept as two planes of seven bits.
+// weights of a partition, times the values' scales, become whole numbers up to LARGEST_WEIGHT, kept in whichever form a tier multiplies.
 
 constexpr float NOTHING = -__builtin_inff();
 
@@ -54,8 +54,8 @@ inline void weigh(float* scores, int tokens, Partial& result) {
     result.sum = sum(total);
 }
 
-// Weights times the values' scales as whole numbers, in planes[0] (high) and planes[1] (low) up to a multiple of 16; returns the scale of these.
-inline float weights_to_planes(float* weights, int tokens, const PageView* pages, uint8_t* planes) {
+// Weights times the values' scales as whole numbers, up to a multiple of 16 tokens; returns the scale of these.
+inline float round_weights(float* weights, int tokens, const PageView* pages, uint8_t* rounded) {
     F16 top = all(0.0f);
     for (int t = 0; t < tokens; t += 16) {
         F16 scale = load(pages[t / PAGE].value_scales);
@@ -67,7 +67,7 @@ inline float weights_to_planes(float* weights, int tokens, const PageView* pages
     const float most = largest(top);
     const F16 inverse = all(most > 0 ? LARGEST_WEIGHT / most : 0.0f);
     for (int t = 0; t < tokens; t += 16) {
-        store_planes(planes + t, planes + PARTITION + t, round(min(max(load(weights + t) * inverse, all(0.0f)), all(LARGEST_WEIGHT))));
+        store_weights(rounded, t, round(min(max(load(weights + t) * inverse, all(0.0f)), all(LARGEST_WEIGHT))));
     }
     return most / LARGEST_WEIGHT;
 }
@@ -78,17 +78,8 @@ inline int most_tokens(const AttentionPart& part, int first, int count) {
     return tokens;
 }
 
-inline void fetch(const PageView& page, int dim) {  // keys, values and scales lie together
-    for (int i = 0; i < PAGE * (2 * dim + 8); i += 64) __builtin_prefetch(page.keys + i);
-}
-
-// What will be read next comes from memory meanwhile: while page `i` is scored the one after the next, while it is mixed that of the next partition.
-inline void fetch_ahead(const AttentionPart& part, int i, int tokens) {
-    if ((i + 2) * PAGE < tokens) fetch(part.pages[i + 2], part.dim);
-}
-inline void fetch_next(const AttentionPart& part, int i) {
-    if (i < part.next_count) fetch(part.next[i], part.dim);
-}
+// The page that is fetched from memory while `page` is read, line by line, so that loads need not wait for it: of the next partition, once.
+inline const PageView& fetched(const AttentionPart& part, int at, int page) { return !at && page < part.next_count ? part.next[page] : part.pages[page]; }
 
 // From here on, R queries from number `at` on.
 template <int R>
@@ -100,10 +91,10 @@ void score_int8(const AttentionPart& part, int at, int tokens) {
         sums[r] = sum_int8(queries[r], part.dim);
     }
     for (int t = 0; t < tokens; t += PAGE) {
-        fetch_ahead(part, t / PAGE, tokens);
-        const PageView& page = part.pages[t / PAGE];
+        const PageView &page = part.pages[t / PAGE], &next = fetched(part, at, t / PAGE);
+        for (int i = 0; i < 2; i++) __builtin_prefetch(next.key_scales + 16 * i);
         I16 dot[R];
-        dot_bytes<R>(reinterpret_cast<const int8_t*>(page.keys), 4 * PAGE, part.dim / 4, queries, sums, dot);
+        dot_bytes<R>(reinterpret_cast<const int8_t*>(page.keys), 4 * PAGE, part.dim / 4, queries, sums, next.keys, dot);
         F16 scale = load(page.key_scales);
         for (int r = 0; r < R; r++) store(part.scratch->scores + r * PARTITION + t, to_float(dot[r]) * (scale * all(part.scales[at + r])));
     }
@@ -126,24 +117,23 @@ void score_fp32(const AttentionPart& part, int at, int tokens) {
 template <int R>
 void mix_int8(const AttentionPart& part, int at, int tokens, const float (&factors)[R]) {
     for (int d = 0; d < part.dim; d += 16 * MIXED_TOGETHER) {
-        I16 high[R * MIXED_TOGETHER], low[R * MIXED_TOGETHER];
-        repeat<R * MIXED_TOGETHER>([&](auto i) { high[i] = low[i] = nothing_yet(); });
+        Mix sums[R * MIXED_TOGETHER];
+        repeat<R * MIXED_TOGETHER>([&](auto i) { sums[i] = no_mix(); });
         for (int from = 0; from < tokens; from += PAGE) {
             const int8_t* values = reinterpret_cast<const int8_t*>(part.pages[from / PAGE].values) + 4 * d;
             const int to = tokens < from + PAGE ? tokens : from + PAGE;
-            if (!at && !d) fetch_next(part, from / PAGE);
-            for (int t = from; t < to; t += 4, values += 4 * part.dim) {
-                const uint8_t* planes = part.scratch->planes + t;
+            const uint8_t* next = fetched(part, at, from / PAGE).values + d * PAGE;
+            for (int t = from; t < to; t += 4, values += 4 * part.dim, next += 64 * MIXED_TOGETHER) {
+                repeat<MIXED_TOGETHER>([&](auto i) { __builtin_prefetch(next + 64 * i); });
                 repeat<R * MIXED_TOGETHER>([&](auto i) {
-                    constexpr int r = i / MIXED_TOGETHER, at_value = 64 * (i % MIXED_TOGETHER);
-                    high[i] = add_products(high[i], planes + 2 * PARTITION * r, values + at_value);
-                    low[i] = add_products(low[i], planes + 2 * PARTITION * r + PARTITION, values + at_value);
+                    const uint8_t* weights = part.scratch->weights + 2 * PARTITION * (i / MIXED_TOGETHER);
+                    sums[i] = add_products(sums[i], weights, t, values + 64 * (i % MIXED_TOGETHER));
                 });
             }
         }
         repeat<R * MIXED_TOGETHER>([&](auto i) {
             constexpr int r = i / MIXED_TOGETHER;
-            store(part.result[at + r].values + d + 16 * (i % MIXED_TOGETHER), to_float(planes_together(high[i], low[i])) * all(factors[r]));
+            store(part.result[at + r].values + d + 16 * (i % MIXED_TOGETHER), to_float(total(sums[i])) * all(factors[r]));
         });
     }
 }
@@ -171,13 +161,13 @@ void attend(AttentionPart& part, int at) {
     float factors[R];
     for (int r = 0; r < R; r++) {
         float* scores = part.scratch->scores + r * PARTITION;
-        uint8_t* planes = part.scratch->planes + 2 * PARTITION * r;
+        uint8_t* weights = part.scratch->weights + 2 * PARTITION * r;
         const int own = part.tokens[at + r];
         hide(scores, part.hidden_from[at + r], part.hidden_to[at + r]);
         weigh(scores, own, part.result[at + r]);
-        if (INT8) factors[r] = weights_to_planes(scores, own, part.pages, planes);
+        if (INT8) factors[r] = round_weights(scores, own, part.pages, weights);
         for (int t = (own + 15) / 16 * 16; t < tokens; t += 16) {
-            INT8 ? store_planes(planes + t, planes + PARTITION + t, all(0.0f)) : store(scores + t, all(0.0f));
+            INT8 ? store_weights(weights, t, all(0.0f)) : store(scores + t, all(0.0f));
         }
     }
     if constexpr (INT8) {

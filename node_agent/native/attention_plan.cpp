@@ -7,6 +7,8 @@
 
 namespace decodefleet {
 
+constexpr size_t MOST_APART = 64;  // rows: with more, one phase less is not worth comparing them
+
 void Attention::plan(const df_batch& batch) {
     plan_tiles(batch);
     if (hierarchical()) plan_selected(batch);
@@ -15,6 +17,7 @@ void Attention::plan(const df_batch& batch) {
     ahead_.clear();
     if (model_.sparsity == DF_DENSE) plan_shared();
     if (split_ && !hierarchical()) plan_split();
+    writes_in_tiles_ = ahead_.empty() && !hierarchical() && apart();
     const size_t queries = static_cast<size_t>(batch.rows) * model_.heads;
     if (model_.kv_format == DF_KV_INT8) int8_queries_.resize(queries * model_.head_dim);
     query_scales_.resize(queries);
@@ -50,6 +53,18 @@ void Attention::plan_tiles(const df_batch& batch) {
             tile_of_[row] = static_cast<int32_t>(tiles_.size()) - 1;
         }
     }
+}
+
+// Whether no tile reads what another's row writes: each is one row, of a sequence that has no other in the batch.
+bool Attention::apart() const {
+    if (tiles_.size() != positions_.size() || tiles_.size() > MOST_APART) return false;
+    for (const Tile& writer : tiles_) {
+        const int page = writer.start / PAGE;
+        for (const Tile& reader : tiles_) {
+            if (&reader != &writer && reader.start / PAGE >= page && reader.pages[page] == writer.pages[page]) return false;
+        }
+    }
+    return true;
 }
 
 // Whole partitions, from the first one on, that sequences share page by page, for those of one row in the batch.

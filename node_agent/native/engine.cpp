@@ -7,6 +7,7 @@ namespace decodefleet {
 namespace {
 
 constexpr int ROWS = 64;  // of an item: their activations stay in the cache while an item's tiles pass over them
+constexpr int FEW_ROWS = 2;  // that each thread normalises for itself, which takes less than to wait for the others
 
 int divided(int a, int b) { return (a + b - 1) / b; }
 
@@ -38,8 +39,9 @@ const Activations& ActivationBuffer::resize(int rows) {
 Engine::Engine(const df_model& model, const Kernels& kernels, int threads)
     : model_(model), kernels_(kernels), threads_(threads), attention_(model_, kernels_, threads_), samplers_(threads, Sampler(kernels)), hidden_(model.hidden),
       attended_(model.heads * model.head_dim), intermediate_(model.intermediate),
-      scratch_size_(std::max<size_t>(model.hidden, 2 * ROWS * 64)) {
+      own_(threads, ActivationBuffer(model.hidden)), scratch_size_(std::max<size_t>(model.hidden, 2 * ROWS * 64)) {
     scratch_.resize(scratch_size_ * threads);
+    for (ActivationBuffer& buffer : own_) buffer.resize(FEW_ROWS);
 }
 
 void Engine::resize(int rows, int samples) {
@@ -57,32 +59,23 @@ void Engine::step(const df_batch& batch) {
     attention_.plan(batch);
     threads_.run([&](int thread) {
         Entered entered(kernels_);
+        threads_.phase(rows, threads_.share(rows), [&](int row) {
+            kernels_.embed(model_.embedding, batch.token_ids[row], &x_[static_cast<size_t>(row) * hidden]);
+        });
         for (int index = 0; index < model_.layers; index++) {
             const df_layer& layer = model_.layer[index];
-            threads_.phase(rows, threads_.share(rows), [&](int row) {
-                float* x = &x_[static_cast<size_t>(row) * hidden];
-                if (index == 0) kernels_.embed(model_.embedding, batch.token_ids[row], x);
-                normalize(x, layer.input_norm, layer.q, hidden_.get(), row, thread);
-            });
             const df_linear* projections[] = {&layer.q, &layer.k, &layer.v};
-            matrix(projections, 3, hidden_.get(), rows, qkv_.data(), width, false);
+            matrix(projections, 3, normalized(thread, rows, nullptr, layer.input_norm, layer.q), rows, qkv_.data(), width, false);
             attention_.run(thread, index, qkv_.data(), attended_.get(), rotation_of(layer.output), nullptr);
             const df_linear* output = &layer.output;
             matrix(&output, 1, attended_.get(), rows, x_.data(), hidden, true);
-            threads_.phase(rows, threads_.share(rows), [&](int row) {
-                normalize(&x_[static_cast<size_t>(row) * hidden], layer.mlp_norm, layer.gate, hidden_.get(), row, thread);
-            });
-            gate_up(thread, layer, rows);
+            gate_up(thread, layer, normalized(thread, rows, nullptr, layer.mlp_norm, layer.gate), rows);
             const df_linear* down = &layer.down;
             matrix(&down, 1, intermediate_.get(), rows, x_.data(), hidden, true);
         }
         if (!batch.samples) return;
-        threads_.phase(batch.samples, [&](int sample) {
-            const float* x = &x_[static_cast<size_t>(batch.sampled[sample]) * hidden];
-            normalize(x, model_.norm, model_.head, hidden_.get(), sample, thread);
-        });
         const df_linear* head = &model_.head;
-        matrix(&head, 1, hidden_.get(), batch.samples, batch.logits, model_.head.outputs, false);
+        matrix(&head, 1, normalized(thread, batch.samples, batch.sampled, model_.norm, model_.head), batch.samples, batch.logits, model_.head.outputs, false);
     });
 }
 
@@ -115,10 +108,21 @@ void Engine::products(int rows, int samples) {
     });
 }
 
-void Engine::normalize(const float* x, const float* weight, const df_linear& next, const Activations& out, int row, int thread) {
-    float* normed = scratch(thread);
-    kernels_.norm(x, weight, model_.hidden, model_.epsilon, normed);
-    kernels_.quantize(normed, model_.hidden, rotation_of(next), out, row, 0);
+// Rows of x, all in order or those picked, normalised and quantised.
+const Activations& Engine::normalized(int thread, int rows, const int32_t* picked, const float* weight, const df_linear& next) {
+    const bool few = rows <= FEW_ROWS;
+    const Activations& out = (few ? own_[thread] : hidden_).get();
+    auto one = [&](int row) {
+        float* normed = scratch(thread);
+        kernels_.norm(&x_[static_cast<size_t>(picked ? picked[row] : row) * model_.hidden], weight, model_.hidden, model_.epsilon, normed);
+        kernels_.quantize(normed, model_.hidden, rotation_of(next), out, row, 0);
+    };
+    if (few) {
+        for (int row = 0; row < rows; row++) one(row);
+    } else {
+        threads_.phase(rows, threads_.share(rows), one);
+    }
+    return out;
 }
 
 // Several matrices with the same inputs, their outputs side by side.
@@ -139,20 +143,20 @@ void Engine::matrix(const df_linear* const* linears, int count, const Activation
 }
 
 // Gate and up projections, SwiGLU and its quantisation, in pieces of as many outputs as are quantised together.
-void Engine::gate_up(int thread, const df_layer& layer, int rows) {
+void Engine::gate_up(int thread, const df_layer& layer, const Activations& x, int rows) {
     const int piece = model_.intermediate % 64 ? BLOCK : 64, chunks = divided(rows, ROWS);
     const int pieces = model_.intermediate / piece, run = divided(pieces, threads_.count());
     threads_.phase(divided(pieces, run) * chunks, [&](int item) {
         int first = item / chunks * run, first_row = item % chunks * ROWS, count = std::min(rows - first_row, ROWS);
-        for (int at = first; at < std::min(first + run, pieces); at++) gate_up_piece(thread, layer, at, piece, first_row, count);
+        for (int at = first; at < std::min(first + run, pieces); at++) gate_up_piece(thread, layer, x, at, piece, first_row, count);
     });
 }
 
-void Engine::gate_up_piece(int thread, const df_layer& layer, int at, int piece, int first_row, int count) {
+void Engine::gate_up_piece(int thread, const df_layer& layer, const Activations& x, int at, int piece, int first_row, int count) {
     const int tiles = piece / TILE;
     float *gate = scratch(thread), *up = gate + static_cast<size_t>(ROWS) * piece;
-    kernels_.linear(layer.gate, at * tiles, (at + 1) * tiles, hidden_.get(), first_row, first_row + count, gate, piece, false);
-    kernels_.linear(layer.up, at * tiles, (at + 1) * tiles, hidden_.get(), first_row, first_row + count, up, piece, false);
+    kernels_.linear(layer.gate, at * tiles, (at + 1) * tiles, x, first_row, first_row + count, gate, piece, false);
+    kernels_.linear(layer.up, at * tiles, (at + 1) * tiles, x, first_row, first_row + count, up, piece, false);
     for (int row = 0; row < count; row++) {
         kernels_.swiglu(gate + row * piece, up + row * piece, piece, gate + row * piece);
         kernels_.quantize(gate + row * piece, piece, rotation_of(layer.down), intermediate_.get(), first_row + row, at * piece);

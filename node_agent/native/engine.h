@@ -37,10 +37,10 @@ class Engine {
 
   private:
     void resize(int rows, int samples);
-    void normalize(const float* x, const float* weight, const df_linear& next, const Activations& out, int row, int thread);
+    const Activations& normalized(int thread, int rows, const int32_t* picked, const float* weight, const df_linear& next);
     void matrix(const df_linear* const* linears, int count, const Activations& x, int rows, float* out, int stride, bool add);
-    void gate_up(int thread, const df_layer& layer, int rows);
-    void gate_up_piece(int thread, const df_layer& layer, int at, int piece, int first_row, int count);
+    void gate_up(int thread, const df_layer& layer, const Activations& x, int rows);
+    void gate_up_piece(int thread, const df_layer& layer, const Activations& x, int at, int piece, int first_row, int count);
     float* scratch(int thread) { return &scratch_[static_cast<size_t>(thread) * scratch_size_]; }
 
     const df_model model_;
@@ -49,6 +49,7 @@ class Engine {
     Attention attention_;
     std::vector<Sampler> samplers_;  // [threads]
     ActivationBuffer hidden_, attended_, intermediate_;
+    std::vector<ActivationBuffer> own_;  // [threads] hidden rows that each thread normalises for itself
     std::vector<float> x_, qkv_, products_;
     std::vector<float> scratch_;  // [threads, scratch_size_]
     size_t scratch_size_;

@@ -45,12 +45,12 @@ struct Partial {
     float* values;  // [dim]
 };
 
-// A thread's room for the scores of some query heads, the planes of their weights, and what else a tier wants.
+// A thread's room for the scores of some query heads, their weights, and what else a tier wants.
 struct alignas(64) AttentionScratch {
     static constexpr int QUERIES = 16;
 
     float scores[QUERIES * PARTITION];
-    uint8_t planes[QUERIES * 2 * PARTITION];
+    uint8_t weights[QUERIES * 2 * PARTITION];  // as a tier's store_weights leaves them
     int8_t queries[QUERIES * MOST_DIM];
     int8_t values[PARTITION * MOST_DIM];  // [PARTITION / 4, dim, 4]
     float results[GROUP * MOST_DIM];  // of this partition, [GROUP, dim]

@@ -2,6 +2,7 @@
 // library's templates: the linker could keep this tier's copy of one for the whole program.
 
 #include "kernels.h"
+#include "repeat.h"
 
 namespace {
 
@@ -70,18 +71,18 @@ void tile_rows(const df_linear& w, int tile, const Activations& x, int row, floa
     const float *scales[R], *weighted_sums[R];
     const int32_t* sums[R];
     F16 acc[T][R];
-    for (int r = 0; r < R; r++) {
+    repeat<R>([&](auto r) {
         size_t at = x.first_block(row + r);
         values[r] = x.values + static_cast<size_t>(row + r) * w.inputs;
         scales[r] = x.scales + at;
         weighted_sums[r] = x.weighted_sums + at;
         sums[r] = x.sums + at;
-        for (int t = 0; t < T; t++) acc[t][r] = all(0.0f);
-    }
+        repeat<T>([&](auto t) { acc[t][r] = all(0.0f); });
+    });
     for (int b = 0; b < blocks; b++, data += block_bytes(FORMAT)) {
         int32_t totals[R];
-        for (int r = 0; r < R; r++) totals[r] = sums[r][16 * b];
-        for (int t = 0; t < T; t++) {
+        repeat<R>([&](auto r) { totals[r] = sums[r][16 * b]; });
+        repeat<T>([&](auto t) {
             const uint8_t *block = data + t * tile_bytes, *quants = block + header_bytes(FORMAT);
             if constexpr (T > 1) {  // with so few rows memory is what takes the time: the next tiles come while these are computed
                 for (int i = 0; i < block_bytes(FORMAT); i += 64) __builtin_prefetch(block + T * tile_bytes + i);
@@ -90,17 +91,18 @@ void tile_rows(const df_linear& w, int tile, const Activations& x, int row, floa
             if constexpr (FORMAT == DF_Q4_0 || FORMAT == DF_Q4_1) {
                 dot_nibbles<R>(quants, values, dot);
             } else {
-                dot_bytes<R>(reinterpret_cast<const int8_t*>(quants), 4 * TILE, BLOCK / 4, values, totals, dot);
+                dot_bytes<R>(reinterpret_cast<const int8_t*>(quants), 4 * TILE, BLOCK / 4, values, totals, quants, dot);
             }
-            for (int r = 0; r < R; r++) {
+            repeat<R>([&](auto r) {
                 if constexpr (FORMAT == DF_Q4_0) dot[r] = subtract(dot[r], 8 * totals[r]);
                 acc[t][r] = add_block<FORMAT>(acc[t][r], dot[r], block, scales[r][16 * b], weighted_sums[r][16 * b]);
-            }
-        }
-        for (int r = 0; r < R; r++) values[r] += BLOCK;
+            });
+        });
+        repeat<R>([&](auto r) { values[r] += BLOCK; });
     }
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < R; r++) finish_tile<FORMAT>(w, tile + t, acc[t][r], to + static_cast<size_t>(r) * stride + t * TILE, add);
+    repeat<T>([&](auto t) {
+        repeat<R>([&](auto r) { finish_tile<FORMAT>(w, tile + t, acc[t][r], to + static_cast<size_t>(r) * stride + t * TILE, add); });
+    });
 }
 
 // Tiles that go together with so many rows: their accumulators and products must fit into the registers.

@@ -10,9 +10,9 @@
 
 namespace {
 
-constexpr int ROWS_TOGETHER = 2;  // that share the unpacking of a tile
+constexpr int ROWS_TOGETHER = 4;  // that share the unpacking of a tile
 constexpr int MOST_TILES = 3;  // of outputs that are computed together for one or two rows
-constexpr int MIXED_TOGETHER = 2;  // vectors of values that are mixed in one pass over the tokens
+constexpr int MIXED_TOGETHER = 1;  // vectors of values that are mixed in one pass over the tokens
 
 struct F16 {
     __m256 v[2];
@@ -134,66 +134,77 @@ inline __m256i broadcast4(const int8_t* p) {
     return _mm256_set1_epi32(word);
 }
 
-// Products of 16 outputs' 32 nibbles, as packed, with the same 32 inputs of R rows.
+// Products of 16 outputs' 32 nibbles, as packed, with the same 32 inputs of R rows. At most 8 · 2 · 15 · 127 = 30480 in 16 bits.
 template <int R>
 inline void dot_nibbles(const uint8_t* w, const int8_t* const (&x)[R], I16 (&out)[R]) {
     const __m256i mask = _mm256_set1_epi8(15);
-    for (int h = 0; h < 2; h++) {
-        __m256i sums[R];
-        for (int j = 0; j < 4; j++) {
-            __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 64 * j + 32 * h));
-            __m256i low = _mm256_and_si256(bytes, mask), high = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask);
-            for (int r = 0; r < R; r++) {
-                __m256i a = _mm256_maddubs_epi16(low, broadcast4(x[r] + 4 * j)), b = _mm256_maddubs_epi16(high, broadcast4(x[r] + 16 + 4 * j));
-                // At most 8 · 2 · 15 · 127 = 30480 in 16 bits.
-                sums[r] = j ? _mm256_add_epi16(sums[r], _mm256_add_epi16(a, b)) : _mm256_add_epi16(a, b);
-            }
-        }
-        for (int r = 0; r < R; r++) out[r].v[h] = _mm256_madd_epi16(sums[r], _mm256_set1_epi16(1));
-    }
+    __m256i low_half[R], high_half[R];
+    repeat<4>([&](auto j) {
+        const auto* bytes = reinterpret_cast<const __m256i*>(w + 64 * j);
+        const __m256i a = _mm256_loadu_si256(bytes), b = _mm256_loadu_si256(bytes + 1);
+        const __m256i first[] = {_mm256_and_si256(a, mask), _mm256_and_si256(b, mask)};
+        const __m256i second[] = {_mm256_and_si256(_mm256_srli_epi16(a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(b, 4), mask)};
+        repeat<R>([&](auto r) {
+            __m256i inputs = broadcast4(x[r] + 4 * j);
+            __m256i one = _mm256_maddubs_epi16(first[0], inputs), other = _mm256_maddubs_epi16(first[1], inputs);
+            low_half[r] = j ? _mm256_add_epi16(low_half[r], one) : one;
+            high_half[r] = j ? _mm256_add_epi16(high_half[r], other) : other;
+            inputs = broadcast4(x[r] + 16 + 4 * j);
+            low_half[r] = _mm256_add_epi16(low_half[r], _mm256_maddubs_epi16(second[0], inputs));
+            high_half[r] = _mm256_add_epi16(high_half[r], _mm256_maddubs_epi16(second[1], inputs));
+        });
+    });
+    repeat<R>([&](auto r) {
+        out[r].v[0] = _mm256_madd_epi16(low_half[r], _mm256_set1_epi16(1));
+        out[r].v[1] = _mm256_madd_epi16(high_half[r], _mm256_set1_epi16(1));
+    });
 }
 
-// Products of 16 outputs' bytes, four inputs of all of them `stride` bytes after the last four, with the inputs of R rows, whose sums are `sums`.
+// Products of 16 outputs' bytes, four inputs of all of them `stride` bytes after the last four, with the inputs of R rows, whose
+// sums are `sums`. Meanwhile 64 bytes from `next` on are fetched for each four inputs.
 template <int R>
-inline void dot_bytes(const int8_t* w, int stride, int groups, const int8_t* const (&x)[R], const int32_t (&)[R], I16 (&out)[R]) {
-    for (int r = 0; r < R; r++) out[r].v[0] = out[r].v[1] = _mm256_setzero_si256();
+inline void dot_bytes(const int8_t* w, int stride, int groups, const int8_t* const (&x)[R], const int32_t (&)[R], const void* next, I16 (&out)[R]) {
+    repeat<R>([&](auto r) { out[r].v[0] = out[r].v[1] = _mm256_setzero_si256(); });
     for (int j = 0; j < groups; j++) {
-        for (int h = 0; h < 2; h++) {
-            __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + stride * j + 32 * h));
-            __m256i size = _mm256_abs_epi8(bytes);
-            for (int r = 0; r < R; r++) {
+        __builtin_prefetch(static_cast<const uint8_t*>(next) + 64 * j);
+        repeat<2>([&](auto h) {
+            const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + stride * j + 32 * h));
+            const __m256i size = _mm256_abs_epi8(bytes);
+            repeat<R>([&](auto r) {
                 // At most 2 · 128 · 127 = 32512 in 16 bits.
                 __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(broadcast4(x[r] + 4 * j), bytes));
                 out[r].v[h] = _mm256_add_epi32(out[r].v[h], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-            }
-        }
+            });
+        });
     }
 }
 
-inline I16 nothing_yet() { return {{_mm256_setzero_si256(), _mm256_setzero_si256()}}; }
+// Sums of weights times the values of 16 dimensions: of each, those of even and of odd pairs of tokens. The weights lie as they are, in 16 bits.
+struct Mix {
+    __m256i v[4];
+};
 
-// Adds four products to each of 16 sums: of four bytes below 128, and of sixteen times four signed ones. At most 2 · 127 · 128 = 32512 in 16 bits.
-inline I16 add_products(I16 sums, const uint8_t* four, const int8_t* bytes) {
-    const __m256i weights = broadcast4(reinterpret_cast<const int8_t*>(four));
-    for (int h = 0; h < 2; h++) {
-        __m256i pairs = _mm256_maddubs_epi16(weights, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes + 32 * h)));
-        sums.v[h] = _mm256_add_epi32(sums.v[h], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-    }
+inline Mix no_mix() { return {}; }
+
+// Four tokens more.
+inline Mix add_products(Mix sums, const uint8_t* weights, int token, const int8_t* values) {
+    int64_t four;
+    __builtin_memcpy(&four, weights + 2 * token, 8);
+    repeat<4>([&](auto i) {
+        const __m256i bytes = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values + 16 * i)));
+        sums.v[i] = _mm256_add_epi32(sums.v[i], _mm256_madd_epi16(bytes, _mm256_set1_epi64x(four)));
+    });
     return sums;
 }
 
-// Whole numbers up to 16383: the upper seven bits and the lower.
-inline void store_planes(uint8_t* high, uint8_t* low, F16 a) {
-    __m256i whole = _mm256_packs_epi32(_mm256_cvtps_epi32(a.v[0]), _mm256_cvtps_epi32(a.v[1]));
-    whole = _mm256_permute4x64_epi64(whole, 0xD8);
-    __m256i bytes = _mm256_packus_epi16(_mm256_srli_epi16(whole, 7), _mm256_and_si256(whole, _mm256_set1_epi16(127)));
-    bytes = _mm256_permute4x64_epi64(bytes, 0xD8);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm256_castsi256_si128(bytes));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(low), _mm256_extracti128_si256(bytes, 1));
+inline I16 total(Mix sums) {
+    return {{_mm256_permute4x64_epi64(_mm256_hadd_epi32(sums.v[0], sums.v[1]), 0xD8), _mm256_permute4x64_epi64(_mm256_hadd_epi32(sums.v[2], sums.v[3]), 0xD8)}};
 }
-inline I16 planes_together(I16 high, I16 low) {
-    for (int h = 0; h < 2; h++) high.v[h] = _mm256_add_epi32(_mm256_slli_epi32(high.v[h], 7), low.v[h]);
-    return high;
+
+// Whole numbers up to LARGEST_WEIGHT, of 16 tokens.
+inline void store_weights(uint8_t* weights, int token, F16 a) {
+    __m256i whole = _mm256_packs_epi32(_mm256_cvtps_epi32(a.v[0]), _mm256_cvtps_epi32(a.v[1]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + 2 * token), _mm256_permute4x64_epi64(whole, 0xD8));
 }
 
 inline int32_t sum_int8(const int8_t* p, int size) {

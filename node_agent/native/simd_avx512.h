@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kernels.h"
 #include "repeat.h"
 
 namespace {
@@ -105,13 +106,15 @@ inline void dot_nibbles(const uint8_t* w, const int8_t* const (&x)[R], I16 (&out
     repeat<R>([&](auto r) { out[r].v = sums[r]; });
 }
 
-// Products of 16 outputs' bytes, four inputs of all of them `stride` bytes after the last four, with the inputs of R rows, whose sums are `sums`.
+// Products of 16 outputs' bytes, four inputs of all of them `stride` bytes after the last four, with the inputs of R rows, whose
+// sums are `sums`. Meanwhile 64 bytes from `next` on are fetched for each four inputs.
 template <int R>
-inline void dot_bytes(const int8_t* w, int stride, int groups, const int8_t* const (&x)[R], const int32_t (&sums)[R], I16 (&out)[R]) {
+inline void dot_bytes(const int8_t* w, int stride, int groups, const int8_t* const (&x)[R], const int32_t (&sums)[R], const void* next, I16 (&out)[R]) {
     const __m512i offset = _mm512_set1_epi8(-128);
     __m512i acc[R];
     repeat<R>([&](auto r) { acc[r] = _mm512_set1_epi32(-128 * sums[r]); });
     for (int j = 0; j < groups; j++) {
+        __builtin_prefetch(static_cast<const uint8_t*>(next) + 64 * j);
         // The instruction takes one of the two as unsigned: the weight plus 128.
         __m512i bytes = _mm512_xor_si512(_mm512_loadu_si512(w + stride * j), offset);
         repeat<R>([&](auto r) { acc[r] = _mm512_dpbusd_epi32(acc[r], bytes, broadcast4(x[r] + 4 * j)); });
@@ -119,20 +122,28 @@ inline void dot_bytes(const int8_t* w, int stride, int groups, const int8_t* con
     repeat<R>([&](auto r) { out[r].v = acc[r]; });
 }
 
-inline I16 nothing_yet() { return {_mm512_setzero_si512()}; }
+// Sums of weights times the values of 16 dimensions. The weights lie in two planes: the upper seven bits of a partition's, and the lower.
+struct Mix {
+    __m512i high, low;
+};
 
-// Adds four products to each of 16 sums: of four bytes below 128, and of sixteen times four signed ones.
-inline I16 add_products(I16 sums, const uint8_t* four, const int8_t* bytes) {
-    return {_mm512_dpbusd_epi32(sums.v, broadcast4(reinterpret_cast<const int8_t*>(four)), _mm512_loadu_si512(bytes))};
+inline Mix no_mix() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+
+// Four tokens more.
+inline Mix add_products(Mix sums, const uint8_t* weights, int token, const int8_t* values) {
+    const auto* four = reinterpret_cast<const int8_t*>(weights + token);
+    const __m512i bytes = _mm512_loadu_si512(values);
+    return {_mm512_dpbusd_epi32(sums.high, broadcast4(four), bytes), _mm512_dpbusd_epi32(sums.low, broadcast4(four + decodefleet::PARTITION), bytes)};
 }
 
-// Whole numbers up to 16383: the upper seven bits and the lower.
-inline void store_planes(uint8_t* high, uint8_t* low, F16 a) {
+inline I16 total(Mix sums) { return {_mm512_add_epi32(_mm512_slli_epi32(sums.high, 7), sums.low)}; }
+
+// Whole numbers up to LARGEST_WEIGHT, of 16 tokens.
+inline void store_weights(uint8_t* weights, int token, F16 a) {
     __m512i whole = _mm512_cvtps_epi32(a.v);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 7)));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(low), _mm512_cvtepi32_epi8(_mm512_and_si512(whole, _mm512_set1_epi32(127))));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(weights + token), _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 7)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(weights + decodefleet::PARTITION + token), _mm512_cvtepi32_epi8(_mm512_and_si512(whole, _mm512_set1_epi32(127))));
 }
-inline I16 planes_together(I16 high, I16 low) { return {_mm512_add_epi32(_mm512_slli_epi32(high.v, 7), low.v)}; }
 
 inline int32_t sum_int8(const int8_t* p, int size) {
     __m512i total = _mm512_setzero_si512();

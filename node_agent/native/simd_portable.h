@@ -149,9 +149,10 @@ inline void dot_nibbles(const uint8_t* w, const int8_t* const (&x)[R], I16 (&out
     }
 }
 
-// Products of 16 outputs' bytes, four inputs of all of them `stride` bytes after the last four, with the inputs of R rows, whose sums are `sums`.
+// Products of 16 outputs' bytes, four inputs of all of them `stride` bytes after the last four, with the inputs of R rows, whose
+// sums are `sums`. Meanwhile 64 bytes from `next` on are fetched for each four inputs.
 template <int R>
-inline void dot_bytes(const int8_t* w, int stride, int groups, const int8_t* const (&x)[R], const int32_t (&)[R], I16 (&out)[R]) {
+inline void dot_bytes(const int8_t* w, int stride, int groups, const int8_t* const (&x)[R], const int32_t (&)[R], const void*, I16 (&out)[R]) {
     for (int r = 0; r < R; r++) {
         for (int output = 0; output < 16; output++) {
             int32_t sum = 0;
@@ -161,25 +162,27 @@ inline void dot_bytes(const int8_t* w, int stride, int groups, const int8_t* con
     }
 }
 
-inline I16 nothing_yet() { return {}; }
+// Sums of weights times the values of 16 dimensions. The weights lie as they are, in 16 bits.
+using Mix = I16;
 
-// Adds four products to each of 16 sums: of four bytes below 128, and of sixteen times four signed ones.
-inline I16 add_products(I16 sums, const uint8_t* four, const int8_t* bytes) {
-    for (int i = 0; i < 64; i++) sums.v[i / 4] += four[i % 4] * bytes[i];
+inline Mix no_mix() { return {}; }
+
+// Four tokens more.
+inline Mix add_products(Mix sums, const uint8_t* weights, int token, const int8_t* values) {
+    int16_t four[4];
+    __builtin_memcpy(four, weights + 2 * token, 8);
+    for (int i = 0; i < 64; i++) sums.v[i / 4] += four[i % 4] * values[i];
     return sums;
 }
 
-// Whole numbers up to 16383: the upper seven bits and the lower.
-inline void store_planes(uint8_t* high, uint8_t* low, F16 a) {
+inline I16 total(Mix sums) { return sums; }
+
+// Whole numbers up to LARGEST_WEIGHT, of 16 tokens.
+inline void store_weights(uint8_t* weights, int token, F16 a) {
     for (int i = 0; i < 16; i++) {
-        const int whole = static_cast<int>(a.v[i]);
-        high[i] = static_cast<uint8_t>(whole >> 7);
-        low[i] = static_cast<uint8_t>(whole & 127);
+        const auto whole = static_cast<int16_t>(a.v[i]);
+        __builtin_memcpy(weights + 2 * (token + i), &whole, 2);
     }
-}
-inline I16 planes_together(I16 high, I16 low) {
-    for (int i = 0; i < 16; i++) high.v[i] = high.v[i] * 128 + low.v[i];
-    return high;
 }
 
 inline int32_t sum_int8(const int8_t* p, int size) {
