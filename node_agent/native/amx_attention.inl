@@ -50,7 +50,7 @@ void attend_tile(AttentionPart& part, int at, int count, int end) {
     for (int r = 0; r < count; r++) __builtin_memcpy(scratch.queries + r * dim, part.int8_queries[at + r], dim);
     for (int t = 0; t < tokens; t += PAGE) {
         const uint8_t* next = fetched(part, at, t / PAGE).keys;
-        for (int i = 0; i < PAGE * (dim + 8); i += 64) __builtin_prefetch(next + i);
+        for (int i = 0; i < PAGE * dim; i += 64) __builtin_prefetch(next + i);
         score_tiles(scratch.queries, part.pages[t / PAGE].keys, dim, reinterpret_cast<int32_t*>(scratch.scores) + t, 4 * PARTITION);
     }
     float factors[AttentionScratch::QUERIES];
@@ -59,8 +59,9 @@ void attend_tile(AttentionPart& part, int at, int count, int end) {
         uint8_t* weights = scratch.weights + 2 * PARTITION * r;
         const int own = part.tokens[at + r];
         const F16 scale = all(part.scales[at + r]);
-        if (const uint8_t* next = r < tokens / PAGE ? fetched(part, at, r).values : nullptr) {
-            for (int i = 0; i < PAGE * dim; i += 64) __builtin_prefetch(next + i);
+        if (r < tokens / PAGE) {
+            const uint8_t* next = fetched(part, at, r).values;
+            for (int i = 0; i < PAGE * (dim + 8); i += 64) __builtin_prefetch(next + i);  // the scales lie behind
         }
         for (int t = 0; t < own; t += 16) {
             store(scores + t, to_float(I16{_mm512_loadu_si512(scores + t)}) * (load(part.pages[t / PAGE].key_scales) * scale));

@@ -198,7 +198,9 @@ inline Mix add_products(Mix sums, const uint8_t* weights, int token, const int8_
 }
 
 inline I16 total(Mix sums) {
-    return {{_mm256_permute4x64_epi64(_mm256_hadd_epi32(sums.v[0], sums.v[1]), 0xD8), _mm256_permute4x64_epi64(_mm256_hadd_epi32(sums.v[2], sums.v[3]), 0xD8)}};
+    I16 all;
+    for (int h = 0; h < 2; h++) all.v[h] = _mm256_permute4x64_epi64(_mm256_hadd_epi32(sums.v[2 * h], sums.v[2 * h + 1]), 0xD8);
+    return all;
 }
 
 // Whole numbers up to LARGEST_WEIGHT, of 16 tokens.

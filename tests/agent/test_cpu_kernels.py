@@ -336,6 +336,24 @@ def test_sequences_that_share_pages_have_the_bits_of_each_alone(tier: bytes, kv_
             assert np.array_equal(got, alone[list(some)])
 
 
+@pytest.mark.parametrize("kv_format", KVFormat)
+def test_a_row_reads_what_another_span_of_its_sequence_writes_in_the_same_step(tier: bytes, kv_format: KVFormat) -> None:
+    setting = Setting(9, 3, 64, kv_format)
+    generator = np.random.default_rng(2)
+    prompt, qkv = (generator.normal(size=(count, 15 * 64)).astype(np.float32) for count in (40, 12))
+    orders, got = (np.arange(12), np.arange(12)[::-1]), []
+    for order in orders:
+        pool = np.full(setting.pages * setting.page_bytes // 4, np.nan, np.float32)
+
+        def at(length: int) -> Sequence:
+            return Sequence([7, 3, 5, 2], torch.zeros(length, 1), torch.zeros(0), torch.zeros(0))
+
+        setting.native(tier, 1, pool, [(at(0), 40)], prompt)
+        got.append(setting.native(tier, 1, pool, [(at(40 + i), 1) for i in order], qkv[order])[np.argsort(order)])
+    assert np.isfinite(got[0]).all()
+    assert np.array_equal(*got)
+
+
 def test_pages_take_less_than_a_third_of_fp32() -> None:
     sizes = {kv_format: Setting(9, 3, 64, kv_format).page_bytes for kv_format in KVFormat}
     assert sizes[KVFormat.fp32] == 3 * 16 * 2 * 64 * 4
