@@ -62,6 +62,7 @@ PAIRS = {
     "reference:fp8/reference:fp32": Limits(),
     "cpu:fp32/reference:fp32": Limits(0.006, 0.96),
     "cpu:int8/cpu:fp32": Limits(0.005, 0.99, either_way=True),
+    "cpu:fp8/cpu:fp32": Limits(),
     "cpu:nudged/cpu:fp32": Limits(),
     "cpu:int8/reference:fp32": Limits(),
 }

@@ -13,7 +13,7 @@ enum df_format : int32_t {
     DF_INT8_ROTATED = 3,  // block: 512 bytes; one fp32 scale per output; the inputs are rotated
 };
 
-enum df_kv_format : int32_t { DF_KV_FP32 = 0, DF_KV_INT8 = 1 };
+enum df_kv_format : int32_t { DF_KV_FP32 = 0, DF_KV_INT8 = 1, DF_KV_FP8 = 2 };  // FP8: e4m3
 
 // Which tokens a row at position p attends to. DF_SLIDING_WINDOW: those before `sinks`, and the last `window`, itself included.
 // DF_HIERARCHICAL: the pages of these, whole, and of the pages between them as many as make up `budget`, picked by summaries; int8 only.

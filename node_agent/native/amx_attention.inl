@@ -90,7 +90,7 @@ void amx_attend_int8(AttentionPart& part) {
         }
         for (int at = 0; at < tiled; at += TILE_ROWS) attend_tile(part, at, tiled - at < TILE_ROWS ? tiled - at : TILE_ROWS, end);
     }
-    attend_some<true>(part, tiled);
+    attend_some<DF_KV_INT8>(part, tiled);
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ Attention::Attention(const df_model& model, const Kernels& kernels, Threads& thr
 }
 
 int64_t Attention::head_bytes(const df_model& model) {
-    if (model.kv_format != DF_KV_INT8) return PAGE * 2 * model.head_dim * 4;
+    if (model.kv_format == DF_KV_FP32) return PAGE * 2 * model.head_dim * 4;
     return PAGE * (2 * model.head_dim + 8) + (model.sparsity == DF_HIERARCHICAL ? 2 * (model.head_dim + 4) : 0);
 }
 
@@ -27,7 +27,7 @@ void Attention::set_pool(uint8_t* pool, int64_t pages) {
 
 PageView Attention::page(int layer, int32_t page, int kv_head) const {
     uint8_t* base = pool_ + ((layer * pages_ + page) * model_.kv_heads + kv_head) * head_bytes_;
-    int64_t half = static_cast<int64_t>(PAGE) * model_.head_dim * (model_.kv_format == DF_KV_INT8 ? 1 : 4);
+    int64_t half = static_cast<int64_t>(PAGE) * model_.head_dim * (rotated() ? 1 : 4);
     float* scales = reinterpret_cast<float*>(base + 2 * half);
     return {base, base + half, scales, scales + PAGE, reinterpret_cast<int8_t*>(scales + 2 * PAGE)};
 }
@@ -112,16 +112,15 @@ Partial* Attention::stored(int row, int kv_head, int part) {
 
 void Attention::write(int layer, int row, int kv_head, float* qkv) {
     const int dim = model_.head_dim, slot = positions_[row] % PAGE;
-    const bool int8 = model_.kv_format == DF_KV_INT8;
     const int64_t at = static_cast<int64_t>(positions_[row]) * (dim / 2);
     float* base = qkv + static_cast<size_t>(row) * (model_.heads + 2 * model_.kv_heads) * dim;
     const float factor = LOG2_E / std::sqrt(static_cast<float>(dim));  // the softmax is one of powers of two
     for (int head = kv_head * heads_per_kv_; head < (kv_head + 1) * heads_per_kv_; head++) {
         float* query = base + head * dim;
         kernels_.rope(query, model_.cosine + at, model_.sine + at, dim);
-        if (int8) {
+        if (rotated()) kernels_.rotate(query, dim, 64);
+        if (int8()) {
             size_t number = static_cast<size_t>(row) * model_.heads + head;
-            kernels_.rotate(query, dim, 64);
             query_scales_[number] = kernels_.quantize_head(query, dim, &int8_queries_[number * dim]) * factor;
         } else {
             for (int d = 0; d < dim; d++) query[d] *= factor;
@@ -130,14 +129,21 @@ void Attention::write(int layer, int row, int kv_head, float* qkv) {
     float *key = base + (model_.heads + kv_head) * dim, *value = key + model_.kv_heads * dim;
     PageView to = page(layer, page_of_[row], kv_head);
     kernels_.rope(key, model_.cosine + at, model_.sine + at, dim);
-    if (int8) {
-        alignas(64) int8_t bytes[MOST_DIM];
+    if (rotated()) {
         kernels_.rotate(key, dim, 64);
+        kernels_.rotate(value, dim, 64);
+    }
+    if (int8()) {
+        alignas(64) int8_t bytes[MOST_DIM];
         to.key_scales[slot] = kernels_.quantize_head(key, dim, bytes);
         for (int d = 0; d < dim; d += 4) std::memcpy(to.keys + d * PAGE + slot * 4, bytes + d, 4);
-        kernels_.rotate(value, dim, 64);
         to.value_scales[slot] = kernels_.quantize_head(value, dim, bytes);
         for (int d = 0; d < dim; d++) to.values[(slot / 4 * dim + d) * 4 + slot % 4] = static_cast<uint8_t>(bytes[d]);
+    } else if (model_.kv_format == DF_KV_FP8) {
+        uint8_t numbers[MOST_DIM];
+        to.key_scales[slot] = kernels_.quantize_head_fp8(key, dim, numbers);
+        for (int d = 0; d < dim; d++) to.keys[d * PAGE + slot] = numbers[d];
+        to.value_scales[slot] = kernels_.quantize_head_fp8(value, dim, to.values + slot * dim);
     } else {
         for (int d = 0; d < dim; d++) reinterpret_cast<float*>(to.keys)[d * PAGE + slot] = key[d];
         std::memcpy(reinterpret_cast<float*>(to.values) + slot * dim, value, dim * sizeof(float));
@@ -146,7 +152,7 @@ void Attention::write(int layer, int row, int kv_head, float* qkv) {
 
 void Attention::partition(int thread, int layer, const float* qkv, const int32_t* rows, int count, const Read& read, const Read& next, Partial* results) {
     const int dim = model_.head_dim, part = read.part, kv_head = read.kv_head, from = part * PARTITION;
-    const bool int8 = model_.kv_format == DF_KV_INT8;
+    auto* const attend = int8() ? kernels_.attend_int8 : rotated() ? kernels_.attend_fp8 : kernels_.attend_fp32;
     // The first rows may come before this partition, and the windows of the last ones after it.
     int begin = 0, end = count;
     while (begin < end && !sees(positions_[rows[begin]], part)) begin++;
@@ -170,7 +176,7 @@ void Attention::partition(int thread, int layer, const float* qkv, const int32_t
     AttentionPart work{};
     work.pages = pages;
     work.next = upcoming;
-    work.next_count = int8 ? views(layer, next, upcoming) : 0;
+    work.next_count = rotated() ? views(layer, next, upcoming) : 0;
     work.dim = dim;
     work.scratch = &scratch_[thread];
     Partial* targets[GROUP];
@@ -186,7 +192,7 @@ void Attention::partition(int thread, int layer, const float* qkv, const int32_t
             work.hidden_to[i] = windowed() ? std::min(work.tokens[i], position - model_.window + 1 - from - left_out) : 0;
             targets[i] = results ? results + query + i : stored(row, kv_head, part) + of_head;
             begins[i] = !results || part == first_part(position);
-            if (int8) {
+            if (int8()) {
                 work.int8_queries[i] = &int8_queries_[number * dim];
                 work.scales[i] = query_scales_[number];
             } else {
@@ -194,7 +200,7 @@ void Attention::partition(int thread, int layer, const float* qkv, const int32_t
             }
             work.result[i].values = begins[i] ? targets[i]->values : work.scratch->results + i * dim;
         }
-        int8 ? kernels_.attend_int8(work) : kernels_.attend_fp32(work);
+        attend(work);
         for (int i = 0; i < work.count; i++) {
             if (begins[i]) {
                 *targets[i] = work.result[i];
@@ -211,7 +217,7 @@ void Attention::finish(const Tile& tile, int kv_head, const Partial* all, const 
         int row = tile.first_row + query / heads_per_kv_, head = kv_head * heads_per_kv_ + query % heads_per_kv_;
         float* values = all[query].values;
         for (int d = 0; d < dim; d++) values[d] /= all[query].sum;
-        if (model_.kv_format == DF_KV_INT8) kernels_.rotate(values, dim, 64);
+        if (rotated()) kernels_.rotate(values, dim, 64);
         if (out) std::memcpy(out + (static_cast<size_t>(row) * model_.heads + head) * dim, values, dim * sizeof(float));
         kernels_.quantize(values, dim, rotation, quantized, row, head * dim);
     }

@@ -64,6 +64,8 @@ class Attention {
         int64_t bytes_read = 0;
     };
 
+    bool int8() const { return model_.kv_format == DF_KV_INT8; }
+    bool rotated() const { return model_.kv_format != DF_KV_FP32; }  // keys and values, with a scale for each token
     bool hierarchical() const { return model_.sparsity == DF_HIERARCHICAL; }
     Rest rest(int position) const;
     int selected_pages(const Tile& tile) const;

@@ -2,6 +2,7 @@
 //
 // With int8 keys and values both products are of whole numbers, so that their order, and with it who computes them how, is free: the softmax
 // weights of a partition, times the values' scales, become whole numbers up to LARGEST_WEIGHT, kept in whichever form a tier multiplies.
+// With fp32 and fp8 both are in fp32, of the numbers as they are stored: scales multiply what is between the products.
 
 constexpr float NOTHING = -__builtin_inff();
 
@@ -54,17 +55,24 @@ inline void weigh(float* scores, int tokens, Partial& result) {
     result.sum = sum(total);
 }
 
-// Weights times the values' scales as whole numbers, up to a multiple of 16 tokens; returns the scale of these.
-inline float round_weights(float* weights, int tokens, const PageView* pages, uint8_t* rounded) {
+// Weights become these times the values' scales; returns the largest of every sixteenth.
+template <int FORMAT>
+inline F16 scale_weights(float* weights, int tokens, const PageView* pages) {
     F16 top = all(0.0f);
     for (int t = 0; t < tokens; t += 16) {
         F16 scale = load(pages[t / PAGE].value_scales);
         if (tokens - t < 16) scale = first(tokens - t, scale, all(0.0f));  // what another sequence left there may be anything
+        if (FORMAT == DF_KV_FP8) scale = scale * all(FP8_UNIT);
         F16 scaled = load(weights + t) * scale;
         store(weights + t, scaled);
         top = max(top, scaled);
     }
-    const float most = largest(top);
+    return top;
+}
+
+// Weights times the values' scales as whole numbers, up to a multiple of 16 tokens; returns the scale of these.
+inline float round_weights(float* weights, int tokens, const PageView* pages, uint8_t* rounded) {
+    const float most = largest(scale_weights<DF_KV_INT8>(weights, tokens, pages));
     const F16 inverse = all(most > 0 ? LARGEST_WEIGHT / most : 0.0f);
     for (int t = 0; t < tokens; t += 16) {
         store_weights(rounded, t, round(min(max(load(weights + t) * inverse, all(0.0f)), all(LARGEST_WEIGHT))));
@@ -100,15 +108,30 @@ void score_int8(const AttentionPart& part, int at, int tokens) {
     }
 }
 
-template <int R>
-void score_fp32(const AttentionPart& part, int at, int tokens) {
+// From the i-th number on.
+template <int FORMAT>
+inline F16 load_numbers(const uint8_t* numbers, int i) {
+    if constexpr (FORMAT == DF_KV_FP8) return load_fp8(numbers + i);
+    return load(reinterpret_cast<const float*>(numbers) + i);
+}
+
+template <int R, int FORMAT>
+void score_floats(const AttentionPart& part, int at, int tokens) {
     for (int t = 0; t < tokens; t += PAGE) {
-        const float* keys = reinterpret_cast<const float*>(part.pages[t / PAGE].keys);
+        const PageView &page = part.pages[t / PAGE], &next = fetched(part, at, t / PAGE);
+        for (int i = 0; i < 2 && FORMAT == DF_KV_FP8; i++) __builtin_prefetch(next.key_scales + 16 * i);
         F16 dot[R];
         repeat<R>([&](auto r) { dot[r] = all(0.0f); });
-        for (int d = 0; d < part.dim; d++) {
-            F16 key = load(keys + d * PAGE);
-            repeat<R>([&](auto r) { dot[r] = fma(all(part.queries[at + r][d]), key, dot[r]); });
+        for (int d = 0; d < part.dim; d += 4) {
+            if (FORMAT == DF_KV_FP8) __builtin_prefetch(next.keys + d * PAGE);
+            repeat<4>([&](auto i) {
+                F16 key = load_numbers<FORMAT>(page.keys, (d + i) * PAGE);
+                repeat<R>([&](auto r) { dot[r] = fma(all(part.queries[at + r][d + i]), key, dot[r]); });
+            });
+        }
+        if constexpr (FORMAT == DF_KV_FP8) {
+            F16 scale = load(page.key_scales) * all(FP8_UNIT);
+            repeat<R>([&](auto r) { dot[r] = dot[r] * scale; });
         }
         repeat<R>([&](auto r) { store(part.scratch->scores + r * PARTITION + t, dot[r]); });
     }
@@ -138,15 +161,23 @@ void mix_int8(const AttentionPart& part, int at, int tokens, const float (&facto
     }
 }
 
-template <int R>
-void mix_fp32(const AttentionPart& part, int at, int tokens) {
+template <int R, int FORMAT>
+void mix_floats(const AttentionPart& part, int at, int tokens) {
     for (int d = 0; d < part.dim; d += 16 * MIXED_TOGETHER) {
         F16 acc[R * MIXED_TOGETHER];
         repeat<R * MIXED_TOGETHER>([&](auto i) { acc[i] = all(0.0f); });
         for (int t = 0; t < tokens; t++) {
-            const float* values = reinterpret_cast<const float*>(part.pages[t / PAGE].values) + t % PAGE * part.dim + d;
-            repeat<R * MIXED_TOGETHER>([&](auto i) {
-                acc[i] = fma(all(part.scratch->scores[i / MIXED_TOGETHER * PARTITION + t]), load(values + 16 * (i % MIXED_TOGETHER)), acc[i]);
+            const uint8_t* values = part.pages[t / PAGE].values;
+            if (FORMAT == DF_KV_FP8 && t % 4 == 0) {
+                const uint8_t* next = fetched(part, at, t / PAGE).values + (d + t % PAGE * MIXED_TOGETHER) * PAGE;
+                repeat<MIXED_TOGETHER>([&](auto i) { __builtin_prefetch(next + 64 * i); });
+            }
+            repeat<MIXED_TOGETHER>([&](auto i) {
+                F16 value = load_numbers<FORMAT>(values, t % PAGE * part.dim + d + 16 * i);
+                repeat<R>([&](auto r) {
+                    constexpr int j = r * MIXED_TOGETHER + i;
+                    acc[j] = fma(all(part.scratch->scores[r * PARTITION + t]), value, acc[j]);
+                });
             });
         }
         repeat<R * MIXED_TOGETHER>([&](auto i) { store(part.result[at + i / MIXED_TOGETHER].values + d + 16 * (i % MIXED_TOGETHER), acc[i]); });
@@ -154,10 +185,15 @@ void mix_fp32(const AttentionPart& part, int at, int tokens) {
 }
 
 // A query beside one that sees more tokens has weights of zero for those, which change nothing.
-template <int R, bool INT8>
+template <int R, int FORMAT>
 void attend(AttentionPart& part, int at) {
+    constexpr bool INT8 = FORMAT == DF_KV_INT8;
     const int tokens = most_tokens(part, at, R);
-    INT8 ? score_int8<R>(part, at, tokens) : score_fp32<R>(part, at, tokens);
+    if constexpr (INT8) {
+        score_int8<R>(part, at, tokens);
+    } else {
+        score_floats<R, FORMAT>(part, at, tokens);
+    }
     float factors[R];
     for (int r = 0; r < R; r++) {
         float* scores = part.scratch->scores + r * PARTITION;
@@ -166,6 +202,7 @@ void attend(AttentionPart& part, int at) {
         hide(scores, part.hidden_from[at + r], part.hidden_to[at + r]);
         weigh(scores, own, part.result[at + r]);
         if (INT8) factors[r] = round_weights(scores, own, part.pages, weights);
+        if (FORMAT == DF_KV_FP8) scale_weights<FORMAT>(scores, own, part.pages);
         for (int t = (own + 15) / 16 * 16; t < tokens; t += 16) {
             INT8 ? store_weights(weights, t, all(0.0f)) : store(scores + t, all(0.0f));
         }
@@ -173,20 +210,22 @@ void attend(AttentionPart& part, int at) {
     if constexpr (INT8) {
         mix_int8<R>(part, at, tokens, factors);
     } else {
-        mix_fp32<R>(part, at, tokens);
+        mix_floats<R, FORMAT>(part, at, tokens);
     }
 }
 
-template <bool INT8>
+template <int FORMAT>
 void attend_some(AttentionPart& part, int from) {
     for (int at = from, left; (left = part.count - at) > 0; at += 3) {
-        left >= 3 ? attend<3, INT8>(part, at) : left == 2 ? attend<2, INT8>(part, at) : attend<1, INT8>(part, at);
+        left >= 3 ? attend<3, FORMAT>(part, at) : left == 2 ? attend<2, FORMAT>(part, at) : attend<1, FORMAT>(part, at);
     }
 }
 
-void attend_int8(AttentionPart& part) { attend_some<true>(part, 0); }
+void attend_int8(AttentionPart& part) { attend_some<DF_KV_INT8>(part, 0); }
 
-void attend_fp32(AttentionPart& part) { attend_some<false>(part, 0); }
+void attend_fp32(AttentionPart& part) { attend_some<DF_KV_FP32>(part, 0); }
+
+void attend_fp8(AttentionPart& part) { attend_some<DF_KV_FP8>(part, 0); }
 
 void combine(Partial& all_before, const Partial& next, int dim) {
     float top = all_before.top > next.top ? all_before.top : next.top;

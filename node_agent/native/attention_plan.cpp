@@ -19,7 +19,7 @@ void Attention::plan(const df_batch& batch) {
     if (split_ && !hierarchical()) plan_split();
     writes_in_tiles_ = ahead_.empty() && !hierarchical() && apart();
     const size_t queries = static_cast<size_t>(batch.rows) * model_.heads;
-    if (model_.kv_format == DF_KV_INT8) int8_queries_.resize(queries * model_.head_dim);
+    if (int8()) int8_queries_.resize(queries * model_.head_dim);
     query_scales_.resize(queries);
     if (hierarchical()) return make_room(static_cast<size_t>(split_ ? items * most_partitions_ : threads_.count()) * heads_per_kv_);
     size_t states = static_cast<size_t>(threads_.count()) * TILE_ROWS * heads_per_kv_;

@@ -16,6 +16,8 @@ constexpr int SCAN = 64;  // logits that sampling looks at together
 constexpr int MOST_DIM = 128;  // of a head
 constexpr int GROUP = 48;  // query heads that read keys and values together, at most
 constexpr float LARGEST_WEIGHT = 16383;  // of softmax weights as whole numbers
+constexpr float LARGEST_FP8 = 448;
+constexpr float FP8_UNIT = 256;  // what `load_fp8` leaves out
 
 // Rows quantised to int8 in blocks of 32. Kernels may read up to a multiple of 16 rows.
 struct Activations {
@@ -31,9 +33,9 @@ struct Activations {
 
 // One head's keys and values of 16 tokens in the pool.
 struct PageView {
-    uint8_t* keys;  // int8 [dim / 4][16][4], or fp32 [dim][16]
-    uint8_t* values;  // int8 [16 / 4][dim][4], or fp32 [16][dim]
-    float* key_scales;  // [16], int8 only
+    uint8_t* keys;  // int8 [dim / 4][16][4], or fp32 or fp8 [dim][16]
+    uint8_t* values;  // int8 [16 / 4][dim][4], or fp32 or fp8 [16][dim]
+    float* key_scales;  // [16], not with fp32
     float* value_scales;
     int8_t* summaries;  // two of [high and low values, scale]; DF_HIERARCHICAL only
 };
@@ -62,7 +64,7 @@ struct AttentionPart {
     const PageView* next;  // that will probably be read after them
     int next_count;
     const int8_t* int8_queries[GROUP];
-    const float* queries[GROUP];  // fp32 keys and values only
+    const float* queries[GROUP];  // not with int8 keys and values; 1 / sqrt(dim) included
     float scales[GROUP];  // of the int8 queries, the 1 / sqrt(dim) included
     int tokens[GROUP];  // of this partition up to the query's last; at least 1
     int hidden_from[GROUP], hidden_to[GROUP];  // among these, tokens that the query does not see; empty where to <= from
@@ -80,6 +82,7 @@ struct Kernels {
     void (*linear)(const df_linear& w, int first_tile, int last_tile, const Activations& x, int first_row, int last_row, float* out, int stride, bool add);
     void (*attend_int8)(AttentionPart& part);
     void (*attend_fp32)(AttentionPart& part);
+    void (*attend_fp8)(AttentionPart& part);
     void (*embed)(const df_linear& w, int token, float* out);
     void (*norm)(const float* x, const float* weight, int size, float epsilon, float* out);
     // Quantises `size` values into row `row`, from input `first` on; rotated in groups of `rotation` (0, 32 or 64), in place.
@@ -87,8 +90,9 @@ struct Kernels {
     void (*swiglu)(const float* gate, const float* up, int size, float* out);
     void (*rope)(float* head, const float* cosine, const float* sine, int dim);
     void (*rotate)(float* x, int size, int width);
-    // Quantises one head to int8 and returns the scale.
+    // Quantises one head to int8, or to fp8, and returns the scale.
     float (*quantize_head)(const float* x, int dim, int8_t* out);
+    float (*quantize_head_fp8)(const float* x, int dim, uint8_t* out);
     // Adds the next partition to what was combined before it.
     void (*combine)(Partial& all, const Partial& next, int dim);
     int32_t (*score_summary)(const int16_t* query, const uint8_t* box, int dim);

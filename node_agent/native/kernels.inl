@@ -252,6 +252,32 @@ float quantize_head(const float* x, int dim, int8_t* out) {
     return size_of / 127.0f;
 }
 
+// The number of a float in -448 … 448: to the nearest, of two equally near the one with an even last bit.
+inline uint8_t to_fp8(float x) {
+    constexpr uint32_t SMALLEST_NORMAL = 121u << 23, HALF = 0x7FFFF;  // 2^-6, and not quite half of the last bit that is kept
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    const uint32_t sign = bits >> 24 & 0x80, size = bits & 0x7FFFFFFF;
+    const uint32_t normal = ((size + HALF + (size >> 20 & 1)) >> 20) - (120 << 3);
+    // Below, numbers are multiples of 2^-9, which is the last bit of this sum.
+    const float sum = __builtin_fabsf(x) + 0x1p14f;
+    uint32_t multiple;
+    __builtin_memcpy(&multiple, &sum, 4);
+    return static_cast<uint8_t>(sign | (size < SMALLEST_NORMAL ? multiple & 0xF : normal));
+}
+
+float quantize_head_fp8(const float* x, int dim, uint8_t* out) {
+    F16 top = all(0.0f);
+    for (int i = 0; i < dim; i += 16) top = max(top, abs(load(x + i)));
+    const float size_of = largest(top);
+    float inverse = LARGEST_FP8 / size_of;
+    if (!(inverse <= __FLT_MAX__)) inverse = 0.0f;  // all zero, or next to it
+    float scaled[MOST_DIM];
+    for (int i = 0; i < dim; i += 16) store(scaled + i, min(max(load(x + i) * all(inverse), all(-LARGEST_FP8)), all(LARGEST_FP8)));
+    for (int i = 0; i < dim; i++) out[i] = to_fp8(scaled[i]);
+    return size_of / LARGEST_FP8;
+}
+
 #include "attention.inl"
 #include "sampling.inl"
 #include "selection.inl"
@@ -259,6 +285,7 @@ float quantize_head(const float* x, int dim, int8_t* out) {
 }  // namespace
 
 #define DECODEFLEET_SHARED_KERNELS \
-    attend_fp32, embed, norm, quantize, swiglu, rope, rotate, quantize_head, combine, score_summary, scan, widen, temper, weigh
+    attend_fp32, attend_fp8, embed, norm, quantize, swiglu, rope, rotate, quantize_head, quantize_head_fp8, combine, score_summary, scan, \
+        widen, temper, weigh
 #define DECODEFLEET_KERNELS(NAME) \
     {NAME, nothing, nothing, linear, attend_int8, DECODEFLEET_SHARED_KERNELS}

@@ -108,6 +108,12 @@ inline F16 butterfly(F16 a) {
 inline F16 load_half(const uint8_t* p) {
     return halves([&](int h) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + h)); });
 }
+// Moved by seven bits, with the sign's copy below it taken out.
+inline F16 load_fp8(const uint8_t* p) {
+    __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    words = _mm256_andnot_si256(_mm256_set1_epi16(0x4000), _mm256_slli_epi16(words, 7));
+    return {{_mm256_cvtph_ps(_mm256_castsi256_si128(words)), _mm256_cvtph_ps(_mm256_extracti128_si256(words, 1))}};
+}
 inline F16 to_float(I16 a) {
     return halves([&](int h) { return _mm256_cvtepi32_ps(a.v[h]); });
 }

@@ -72,6 +72,11 @@ inline F16 butterfly(F16 a) {
 }
 
 inline F16 load_half(const uint8_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+// Moved by seven bits, with the sign's copy below it taken out.
+inline F16 load_fp8(const uint8_t* p) {
+    __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return {_mm512_cvtph_ps(_mm256_andnot_si256(_mm256_set1_epi16(0x4000), _mm256_slli_epi16(words, 7)))};
+}
 inline F16 to_float(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline I16 subtract(I16 a, int32_t b) { return {_mm512_sub_epi32(a.v, _mm512_set1_epi32(b))}; }
 

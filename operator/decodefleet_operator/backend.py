@@ -25,6 +25,7 @@ class Known:
     endpoint: str | None = None
     error: str | None = None  # the resource is malformed; `resource` is its last good form or a minimal stand-in
     warnings: tuple[tuple[str, str], ...] = ()
+    gpu_profiles: frozenset[str] = frozenset()  # placement profiles whose pods ask for a GPU
 
 
 class Backend(Protocol):

@@ -205,4 +205,5 @@ def observe(known: Known, key: Key, sampler: Sampler, memory: Memory, ledger: Le
         endpoint=known.endpoint,
         error=known.error,
         warnings=known.warnings,
+        gpu_profiles=known.gpu_profiles,
     )

@@ -164,4 +164,5 @@ class Observation:
     endpoint: str | None = None
     max_load_age: float = 10.0  # seconds; an older Load is unknown
     error: str | None = None  # the spec could not be read; nothing but the status may change
+    gpu_profiles: frozenset[str] = frozenset()  # placement profiles whose pods ask for a GPU
     warnings: tuple[tuple[str, str], ...] = ()  # (reason, message) of apply failures that a person must see, such as PodRejected

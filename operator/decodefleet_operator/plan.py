@@ -22,7 +22,7 @@ def plan(observation: Observation, now: float) -> Plan:
     if observation.error is not None:
         return _refused(observation, fleet, now)
     spec = observation.resource.spec
-    found = unsupported(spec)
+    found = unsupported(spec, observation.gpu_profiles)
     frozen = spec.suspend or any(feature.blocking for feature in found)
     objectives = spec.sla.objectives if spec.sla else []
     ledger = sla.advance(observation.ledger, objectives, observation.pods, observation.loads, spec.drain_timeout, now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from decodefleet.config import SparsityPolicy
@@ -40,7 +40,7 @@ def _hierarchical_without_int8(spec: Spec) -> str | None:
 FEATURES = (
     Feature("spec.engine.precision.weights", lambda s: s.engine.precision.weights, _is("auto", "fp32"), True),
     Feature("spec.engine.precision.attention", lambda s: s.engine.precision.attention, _is("auto", "fp32"), True),
-    Feature("spec.engine.precision.kvCache", lambda s: s.engine.precision.kv_cache, _is("auto", "int8", "fp32"), True),
+    Feature("spec.engine.precision.kvCache", lambda s: s.engine.precision.kv_cache, _is("auto", "int8", "fp8", "fp32"), True),
     Feature("spec.engine.kvCache.sparsity.policy", _hierarchical_without_int8, _is(None), True),
     Feature("spec.engine.precision.schedule", lambda s: s.engine.precision.schedule, _is("Static"), True),
     Feature("spec.engine.batching.controller", lambda s: s.engine.batching.controller, _is("SLAFeedback", "Static"), True),
@@ -65,14 +65,20 @@ class Found(NamedTuple):
     blocking: bool
 
 
-def unsupported(spec: Spec) -> list[Found]:
-    """What the spec asks for in vain."""
-    return list(_found(spec))
+def unsupported(spec: Spec, gpu_profiles: Collection[str] = ()) -> list[Found]:
+    """What the spec asks for in vain. `gpu_profiles`: the placement profiles that bring a GPU."""
+    return list(_found(spec, gpu_profiles))
 
 
-def _found(spec: Spec) -> Iterator[Found]:
+def _found(spec: Spec, gpu_profiles: Collection[str]) -> Iterator[Found]:
     for feature in FEATURES:
         value = feature.value(spec)
         if value is not None and not feature.supported(value):
             effect = f" ({EFFECT[feature.path]})" if feature.path in EFFECT else ""
             yield Found(f"{feature.path}: {value} is not supported by this version{effect}", feature.blocking)
+    # The backend of GPUs has int8 alone: a pod would hold the GPU and compute on its cores.
+    gpu = next((placement.profile for placement in spec.resources.placements if placement.profile in gpu_profiles), None)
+    if spec.engine.precision.kv_cache == "fp8" and gpu is not None:
+        yield Found(
+            f"spec.engine.precision.kvCache: fp8 with placement {gpu}, which has GPUs, is not supported by this version", blocking=True
+        )

@@ -69,7 +69,8 @@ def test_every_architecture_is_close_to_the_reference(kind: str, kv_format: KVFo
     path = save(tmp_path, kind)
     tokens = np.random.default_rng(2).integers(0, 99, 300)
     wanted, got = logits(ReferenceBackend(), path, tokens), logits(CpuBackend(1, kv_format), path, tokens)
-    assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) <= 0.06  # an error of structure gives 1
+    # An error of structure gives 1; fp8 in the reference, whose activations are not rounded, 0.05.
+    assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) <= (0.08 if kv_format == KVFormat.fp8 else 0.06)
 
 
 @pytest.mark.parametrize("kv_format", KVFormat)
@@ -107,6 +108,8 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ({}, "cpu", "cpu", "int8"),
         ({"kvCache": "fp32"}, None, "cpu", "fp32"),
         ({"kvCache": "int8"}, None, "cpu", "int8"),
+        ({"kvCache": "fp8"}, None, "cpu", "fp8"),
+        ({"kvCache": "fp8"}, "cpu", "cpu", "fp8"),
         ({"weights": "fp32"}, None, "reference", "fp32"),
         ({"kvCache": "fp32"}, "reference", "reference", "fp32"),
         ({"kvCache": "int8"}, "reference", "reference", "int8"),
@@ -122,6 +125,13 @@ def test_which_backend_serves(
     backend = choose(config(**precision), load(small).config, 1)
     assert (backend.name, backend.kv_format) == (name, kv_format)
     assert backend.instructions in ("amx", "avx512", "avx2", "portable") or name == "reference"
+
+
+@pytest.mark.parametrize(("kv_format", "token_bytes"), [(KVFormat.fp32, 512), (KVFormat.int8, 136), (KVFormat.fp8, 136)])
+def test_a_token_takes_the_bytes_that_the_documentation_says(kv_format: KVFormat, token_bytes: int, small: Path) -> None:
+    model = load(small).config
+    backend = CpuBackend(1, kv_format)
+    assert backend.page_bytes(model) == model.layers * model.kv_heads * 16 * token_bytes
 
 
 def test_a_model_that_does_not_fit_is_served_by_the_reference_which_says_why(
@@ -154,7 +164,7 @@ def test_without_the_library_the_reference_serves(small: Path, tmp_path: Path, m
     ("variable", "value", "precision", "says"),
     [
         (choice.VARIABLE, "gpu", {}, "no backend 'gpu'; set cpu or reference"),
-        (choice.VARIABLE, "cpu", {"kvCache": "fp8"}, "kvCache: fp8 needs the reference backend.*set DECODEFLEET_BACKEND to reference"),
+        (choice.VARIABLE, "cpu", {"kvCache": "bf16"}, "kvCache: the cpu backend has no bf16; set fp32 or int8 or fp8"),
         (choice.VARIABLE, "reference", {"kvCache": "bf16"}, "has no bf16; set fp32 or int8 or fp8"),
         (choice.VARIABLE, "cpu", {"weights": "fp32"}, "weights is fp32"),
         (native.TIER_VARIABLE, "avx9", {}, "no tier 'avx9'; set amx, avx512, avx2 or portable"),
@@ -170,8 +180,8 @@ def test_what_cannot_be_is_said(
 
 def test_profiles_tell_what_gives_other_bits(small: Path) -> None:
     weights = load(small)
-    backends = [ReferenceBackend(), CpuBackend(1), CpuBackend(1, KVFormat.fp32)]
+    backends = [ReferenceBackend(), CpuBackend(1), CpuBackend(1, KVFormat.fp32), CpuBackend(1, KVFormat.fp8)]
     backends += [ReferenceBackend(kv_format="int8"), ReferenceBackend(kv_format="fp8")]
-    assert len({numerics_profile(weights, backend) for backend in backends}) == 5
+    assert len({numerics_profile(weights, backend) for backend in backends}) == 6
     same = [CpuBackend(2), CpuBackend(1, tier="portable")]
     assert {numerics_profile(weights, backend) for backend in same} == {numerics_profile(weights, backends[1])}

@@ -159,8 +159,9 @@ def test_a_step_at_2048_tokens_reads_at_most_860(tmp_path: Path) -> None:
 
 
 def test_hierarchical_needs_int8() -> None:
-    with pytest.raises(ModelError, match=r"set engine\.precision\.kvCache"):
-        CpuBackend(1, KVFormat.fp32, sparsity=Sparsity(policy=SparsityPolicy.Hierarchical))
+    for kv_format in (KVFormat.fp32, KVFormat.fp8):
+        with pytest.raises(ModelError, match=r"set engine\.precision\.kvCache to int8 or auto"):
+            CpuBackend(1, kv_format, sparsity=Sparsity(policy=SparsityPolicy.Hierarchical))
 
 
 def test_the_reference_does_not_select(monkeypatch: pytest.MonkeyPatch) -> None:

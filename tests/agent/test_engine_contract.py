@@ -49,11 +49,14 @@ BACKENDS: dict[str, Callable[[int], AnyBackend]] = {
     "reference-fp8": lambda threads: ReferenceBackend(kv_format="fp8"),
     "cpu": CpuBackend,
     "cpu-fp32": lambda threads: CpuBackend(threads, KVFormat.fp32),
+    "cpu-fp8": lambda threads: CpuBackend(threads, KVFormat.fp8),
     "cpu-portable": lambda threads: CpuBackend(threads, tier="portable"),
+    "cpu-portable-fp8": lambda threads: CpuBackend(threads, KVFormat.fp8, tier="portable"),
     "reference-window": lambda threads: ReferenceBackend(WINDOW),
     "reference-int8-window": lambda threads: ReferenceBackend(NO_SINKS, "int8"),
     "cpu-window": lambda threads: CpuBackend(threads, sparsity=WINDOW),
     "cpu-fp32-window": lambda threads: CpuBackend(threads, KVFormat.fp32, sparsity=NO_SINKS),
+    "cpu-fp8-window": lambda threads: CpuBackend(threads, KVFormat.fp8, sparsity=WINDOW),
     "cpu-hierarchical": lambda threads: CpuBackend(threads, sparsity=HIERARCHICAL),
     "cpu-portable-hierarchical": lambda threads: CpuBackend(threads, tier="portable", sparsity=HIERARCHICAL),
     "cpu-portable-window": lambda threads: CpuBackend(threads, tier="portable", sparsity=WINDOW),
@@ -265,7 +268,7 @@ def test_rows_of_a_sequence_sampled_in_one_step_are_those_of_one_at_a_time(tiny:
         assert np.array_equal(tiny.step(Batch(part, (span,)))[0], row)
 
 
-@pytest.mark.parametrize("name", ["reference", "reference-int8", "cpu", "cpu-fp32"], indirect=True)
+@pytest.mark.parametrize("name", ["reference", "reference-int8", "cpu", "cpu-fp32", "cpu-fp8"], indirect=True)
 @pytest.mark.parametrize("way", ["batch 16", "chunk 16", "chunk 64", "chunk Dynamic", "preempted", "two threads"])
 def test_the_demo_model(name: str, demo: AnyBackend, way: str) -> None:
     prompt = (np.random.default_rng(5).integers(0, 49152, 90)).tolist()

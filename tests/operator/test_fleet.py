@@ -12,6 +12,8 @@ from fake_nodes import fake_nodes
 from harness import operator
 from kube import CHILDREN, Kube, eventually, fleet, path
 
+from decodefleet_operator.render import Profile
+
 
 async def ready(kube: Kube, name: str, replicas: int) -> None:
     async def check() -> bool:
@@ -177,6 +179,19 @@ async def test_a_quota_refuses_pods_and_the_status_says_so(controller_manager: C
         await kube.merge("quotas", "few", {"spec": {"hard": {"pods": "5"}}})
         await ready(kube, "small", 3)
         await kube.until_condition("small", "Degraded", "False")
+
+
+async def test_fp8_is_refused_on_placements_with_gpus_and_served_on_others(control_plane: ControlPlane, kube: Kube) -> None:
+    profiles = {"cpu": Profile("cpu"), "a100": Profile("a100", resource_name="nvidia.com/gpu")}
+    fp8 = {"engine": {"precision": {"kvCache": "fp8"}}}
+    options = {"token": control_plane.token, "profiles": profiles}
+    async with fake_nodes(kube.api, kube.namespace), operator(control_plane.url, kube.namespace, **options):
+        await kube.create("dd", fleet("small", **fp8, replicas=1, resources={"placements": [{"profile": "a100"}]}))
+        degraded = await kube.until_condition("small", "Degraded", "True", "Unsupported")
+        assert "spec.engine.precision.kvCache: fp8 with placement a100" in degraded["message"]
+        assert await kube.pods("small") == []
+        await kube.merge("dd", "small", {"spec": {"resources": {"placements": [{"profile": "cpu"}]}}})
+        await ready(kube, "small", 1)
 
 
 async def test_deleting_the_resource_leaves_nothing(controller_manager: ControlPlane, kube: Kube) -> None:

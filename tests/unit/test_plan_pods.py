@@ -282,10 +282,14 @@ def test_a_malformed_resource_changes_the_status_alone() -> None:
         ({"engine": {"precision": {"weights": "int4"}}}, "spec.engine.precision.weights: int4", True),
         ({"engine": {"precision": {"schedule": "ByComplexity"}}}, "spec.engine.precision.schedule: ByComplexity", True),
         ({"engine": {"precision": {"kvCache": "bf16"}}}, "spec.engine.precision.kvCache: bf16", True),
-        ({"engine": {"precision": {"kvCache": "fp8"}}}, "spec.engine.precision.kvCache: fp8", True),
         (
             {"engine": {"precision": {"kvCache": "fp32"}, "kvCache": {"sparsity": {"policy": "Hierarchical"}}}},
             "spec.engine.kvCache.sparsity.policy: Hierarchical with precision.kvCache fp32",
+            True,
+        ),
+        (
+            {"engine": {"precision": {"kvCache": "fp8"}, "kvCache": {"sparsity": {"policy": "Hierarchical"}}}},
+            "spec.engine.kvCache.sparsity.policy: Hierarchical with precision.kvCache fp8",
             True,
         ),
         (
@@ -318,6 +322,7 @@ def test_what_this_version_does_not_have_is_named(spec: dict[str, Any], named: s
     [
         {"precision": {"weights": "fp32", "attention": "fp32", "kvCache": "fp32"}, "batching": {"chunk": "256"}},
         {"precision": {"kvCache": "fp32"}, "kvCache": {"sparsity": {"policy": "SlidingWindow"}}},
+        {"precision": {"kvCache": "fp8"}, "kvCache": {"sparsity": {"policy": "SlidingWindow"}}},
         {"precision": {"kvCache": "int8"}, "kvCache": {"sparsity": {"policy": "Hierarchical"}}},
         {"kvCache": {"sparsity": {"policy": "Hierarchical"}}},
     ],
@@ -325,6 +330,21 @@ def test_what_this_version_does_not_have_is_named(spec: dict[str, Any], named: s
 def test_every_value_that_is_supported_is_not_named(engine: dict[str, Any]) -> None:
     p = plan(observe(deployment(replicas=2, engine=engine, sla={"window": "30m"}), []), NOW)
     assert condition(p, "Degraded")[0] == "False" and len(p.create) == 2
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "placements", "named"),
+    [("fp8", ["cpu"], None), ("fp8", ["cpu", "a100"], "a100"), ("auto", ["a100"], None), ("int8", ["a100"], None)],
+)
+def test_fp8_is_refused_where_pods_may_get_a_gpu(kv_format: str, placements: list[str], named: str | None) -> None:
+    asked = {"engine": {"precision": {"kvCache": kv_format}}, "resources": {"placements": [{"profile": name} for name in placements]}}
+    p = plan(replace(observe(deployment(replicas=2, **asked), []), gpu_profiles=frozenset({"a100", "h100"})), NOW)
+    status, reason, message = condition(p, "Degraded")
+    if named is None:
+        assert status == "False" and len(p.create) == 2
+    else:
+        assert (status, reason, p.create) == ("True", "Unsupported", ())
+        assert f"spec.engine.precision.kvCache: fp8 with placement {named}, which has GPUs," in message
 
 
 # -- status ----------------------------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class KubernetesBackend:
         self.image = image
         self.pull_policy = pull_policy
         self.profiles = profiles or {}
+        self._gpu_profiles = frozenset(name for name, profile in self.profiles.items() if profile.resource_name)
         self.identity = identity
         self.clock = clock
         self._wake: Callable[[Key], None] = lambda key: None
@@ -145,6 +146,7 @@ class KubernetesBackend:
             endpoint=endpoint(key),
             error=parsed.error,
             warnings=fleet.warnings,
+            gpu_profiles=self._gpu_profiles,
         )
 
     def _view(self, pod: OwnedPod, uid: str) -> PodView:

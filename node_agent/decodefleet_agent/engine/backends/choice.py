@@ -33,8 +33,7 @@ def choose(config: AgentConfig, model: ModelConfig, threads: int) -> Backend:
     if why is None:
         if precision.kv_cache not in ("auto", *KVFormat.__members__):
             raise ModelError(
-                f"engine.precision.kvCache: {precision.kv_cache} needs the reference backend, which is slow: "
-                f"set {VARIABLE} to reference, or kvCache to {' or '.join(('auto', *KVFormat.__members__))}"
+                f"engine.precision.kvCache: the cpu backend has no {precision.kv_cache}; set {' or '.join(KVFormat.__members__)}"
             )
         kv_format = KVFormat.int8 if precision.kv_cache == "auto" else KVFormat[precision.kv_cache]
         backend = CpuBackend(threads, kv_format, sparsity=config.engine.kv_cache.sparsity)

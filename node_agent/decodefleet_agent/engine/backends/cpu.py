@@ -73,7 +73,7 @@ class CpuBackend:
         self._close()
 
     def page_bytes(self, config: ModelConfig) -> int:
-        token = 2 * config.head_dim + 8 if self._kv == KVFormat.int8 else 2 * config.head_dim * 4
+        token = 2 * config.head_dim * 4 if self._kv == KVFormat.fp32 else 2 * config.head_dim + 8
         summaries = 2 * (config.head_dim + 4) if self.sparsity.policy == SparsityPolicy.Hierarchical else 0
         return config.layers * config.kv_heads * (PAGE_TOKENS * token + summaries)
 

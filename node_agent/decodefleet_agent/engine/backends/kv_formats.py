@@ -50,7 +50,8 @@ def write(to: Stored, pages: torch.Tensor, slots: torch.Tensor, x: torch.Tensor)
     dtype = to.numbers.dtype
     largest = torch.tensor(_LARGEST[dtype])
     top = x.abs().amax(dim=-1)
-    inverse = torch.where(top > 0, torch.div(largest, top), 0.0)  # a plain number divided by a tensor is rounded twice
+    inverse = torch.div(largest, top)  # a plain number divided by a tensor is rounded twice
+    inverse = torch.where(torch.isfinite(inverse), inverse, 0.0)  # all zero, or next to it
     scaled = (x * inverse[..., None]).clamp(-largest, largest)
     to.scales[:, pages, slots] = top / largest
     # Moved as bytes, which every version of PyTorch can.

@@ -28,6 +28,7 @@ class KVFormat(enum.IntEnum):
 
     fp32 = 0
     int8 = 1
+    fp8 = 2
 
 
 class SparsityPolicy(enum.IntEnum):
