@@ -20,10 +20,13 @@ NAN = 0x7F
 
 @pytest.fixture
 def flushed() -> Iterator[None]:
-    """Subnormal numbers are zero, as on the engine's threads."""
+    """Subnormal numbers are zero, as on the engine's threads. PyTorch's other threads do not hear of it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     yield
     torch.set_flush_denormal(False)
+    torch.set_num_threads(threads)
 
 
 def parts(setting: Setting, pool: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
