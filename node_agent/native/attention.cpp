@@ -17,7 +17,7 @@ Attention::Attention(const df_model& model, const Kernels& kernels, Threads& thr
 
 int64_t Attention::head_bytes(const df_model& model) {
     if (model.kv_format == DF_KV_FP32) return PAGE * 2 * model.head_dim * 4;
-    return PAGE * (2 * model.head_dim + 8) + (model.sparsity == DF_HIERARCHICAL ? 2 * (model.head_dim + 4) : 0);
+    return PAGE * (2 * model.head_dim + 8) + (model.sparsity == DF_HIERARCHICAL ? sketch_bytes(model.head_dim) + model.head_dim + 4 : 0);
 }
 
 void Attention::set_pool(uint8_t* pool, int64_t pages) {

@@ -12,6 +12,9 @@ class Attention {
   public:
     Attention(const df_model& model, const Kernels& kernels, Threads& threads);
 
+    // Of a page's summary: signs, sizes, a scale.
+    static constexpr int sketch_bytes(int head_dim) { return head_dim + PAGE + 4; }
+
     // Bytes of one key-value head's keys and values of a page.
     static int64_t head_bytes(const df_model& model);
 
@@ -61,6 +64,8 @@ class Attention {
         std::vector<int32_t> nodes, kept;
         std::vector<uint64_t> ranks;
         std::vector<const uint8_t*> ends;
+        std::vector<int8_t> sums;  // [heads of a key-value head, head_dim / 8, 16]
+        std::vector<float> scales, scores;
         int64_t bytes_read = 0;
     };
 
@@ -71,8 +76,15 @@ class Attention {
     int selected_pages(const Tile& tile) const;
     void plan_selected(const df_batch& batch);
     uint8_t* summary(int layer, const int32_t* pages, int level, int last, int kv_head) const;
-    void summarise(int layer, const Node& node, int level, int kv_head);
+    void slow_half(float* x) const;
+    void read_key(const PageView& page, int slot, float* key) const;
+    void sketch(int layer, const Node& node, int kv_head);
+    void enclose(int layer, const Node& node, int level, int kv_head);
+    void page_box(const PageView& page, float* ends) const;
     void query_for_boxes(size_t first, std::vector<int16_t>& query) const;
+    void queries_for_sketches(size_t first, Scratch& scratch) const;
+    void score_boxes(Scratch& scratch) const;
+    void score_sketches(Scratch& scratch) const;
     void select(int thread, int layer, const Tile& tile, int kv_head, int32_t* picks);
     void selected_partition(int thread, int layer, const Tile& tile, int kv_head, int part, Partial* all);
     void run_selected(int thread, int layer, const Activations& quantized, int rotation, float* out);

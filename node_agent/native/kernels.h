@@ -37,7 +37,7 @@ struct PageView {
     uint8_t* values;  // int8 [16 / 4][dim][4], or fp32 or fp8 [16][dim]
     float* key_scales;  // [16], not with fp32
     float* value_scales;
-    int8_t* summaries;  // two of [high and low values, scale]; DF_HIERARCHICAL only
+    int8_t* summaries;  // a sketch, and a box: [high and low values, scale]; DF_HIERARCHICAL only
 };
 
 // Softmax over a part of a query's tokens: the largest score, the sum of the weights, and the weighted sum of the values.
@@ -96,6 +96,8 @@ struct Kernels {
     // Adds the next partition to what was combined before it.
     void (*combine)(Partial& all, const Partial& next, int dim);
     int32_t (*score_summary)(const int16_t* query, const uint8_t* box, int dim);
+    void (*score_sketches)(const int8_t* sums, const uint8_t* const* sketches, int count, int dim, float scale, float* scores);
+    void (*add_softmax)(float* scores, int size, float* total);
     // See sampling.inl.
     bool (*scan)(const float* x, int size, float* tops);
     void (*widen)(const float* x, int size, double* z);

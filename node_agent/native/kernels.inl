@@ -285,7 +285,7 @@ float quantize_head_fp8(const float* x, int dim, uint8_t* out) {
 }  // namespace
 
 #define DECODEFLEET_SHARED_KERNELS \
-    attend_fp32, attend_fp8, embed, norm, quantize, swiglu, rope, rotate, quantize_head, quantize_head_fp8, combine, score_summary, scan, \
-        widen, temper, weigh
+    attend_fp32, attend_fp8, embed, norm, quantize, swiglu, rope, rotate, quantize_head, quantize_head_fp8, combine, score_summary, \
+        score_sketches, add_softmax, scan, widen, temper, weigh
 #define DECODEFLEET_KERNELS(NAME) \
     {NAME, nothing, nothing, linear, attend_int8, DECODEFLEET_SHARED_KERNELS}

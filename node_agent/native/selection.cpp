@@ -1,10 +1,12 @@
 // Hierarchical sparsity: summaries of keys, the pages that a row picks by them, and its attention to these.
 //
-// A summary is a box: a high and a low value of each dimension, four bits each, with one scale. A page's box is around the middle of its keys, half
-// as wide as they reach: a page is worth about what its keys reach, not what no single key does. A node's box is around those of the
-// eight below it. Boxes lie along the model's own dimensions, in which keys have outliers: stored keys are rotated, which spreads each
-// over all dimensions and would make every box wide. Level 1 is in the page itself. A node of level n > 1 is in the page n - 2 after its last one: what a page holds
-// follows from the tokens up to its end, so whoever shares pages shares summaries, and each page has room for two.
+// A page has a sketch of its keys, each less the sequence's first ones' mean: a sign of each of the dimensions that turn slowest with the position,
+// mixed, and a size. Queries meet each key of it for themselves, so a page is worth what it would get of their softmax.
+// Above are nodes of eight, with boxes: a high and a low value of each dimension, four bits each, with one scale. A page's box is around
+// the middle of its keys, half as wide as they reach; a node's box is around those below it. Both lie along the model's own dimensions, in which keys
+// have outliers: stored keys are rotated, which spreads each over all dimensions and would make every box wide.
+// The sketch is in the page itself, a node of level n > 1 in the page n - 2 after its last one: what a page holds
+// follows from the tokens up to its end, so whoever shares pages shares summaries, and each page has room for both.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -18,10 +20,16 @@ namespace decodefleet {
 namespace {
 
 constexpr int FAN = 8;  // children of a node
-constexpr int WIDEST = 256;  // values of a summary
+constexpr int CENTRE_PAGES = 8;  // the first ones, whose keys' mean sketches leave out
 
 // Pages of a node.
 int64_t span_of(int level) { return int64_t{1} << 3 * (level - 1); }
+
+// The nearest whole number within ± most; -most for NaN.
+int whole(float value, int most) {
+    const float bound = static_cast<float>(most);
+    return static_cast<int>(std::lrint(std::min(bound, std::max(-bound, value))));
+}
 
 // Orders as the scores do, and before the same score of a later node.
 uint64_t rank(float score, int node) {
@@ -72,22 +80,60 @@ void Attention::plan_selected(const df_batch& batch) {
     }
 }
 
+// A page's sketch, or the box of a node above.
 uint8_t* Attention::summary(int layer, const int32_t* pages, int level, int last, int kv_head) const {
     uint8_t* both = reinterpret_cast<uint8_t*>(page(layer, pages[last + std::max(0, level - 2)], kv_head).summaries);
-    return both + (level > 1 ? model_.head_dim + 4 : 0);
+    return both + (level > 1 ? sketch_bytes(model_.head_dim) : 0);
 }
 
-void Attention::summarise(int layer, const Node& node, int level, int kv_head) {
+// The half of a head's dimensions that turn slowest with the position, each spread over all of them, in place of the first half.
+void Attention::slow_half(float* x) const {
+    const int dim = model_.head_dim, quarter = dim / 4;
+    kernels_.rotate(x, dim, 64);
+    std::memmove(x, x + quarter, quarter * sizeof(float));
+    std::memcpy(x + quarter, x + 3 * quarter, quarter * sizeof(float));
+    kernels_.rotate(x, 2 * quarter, 2 * quarter % 64 ? 32 : 64);
+}
+
+void Attention::read_key(const PageView& page, int slot, float* key) const {
+    for (int d = 0; d < model_.head_dim; d += 4)
+        for (int i = 0; i < 4; i++) key[d + i] = reinterpret_cast<int8_t*>(page.keys)[d * PAGE + slot * 4 + i] * page.key_scales[slot];
+}
+
+void Attention::sketch(int layer, const Node& node, int kv_head) {
+    const int dim = model_.head_dim, before = std::min(node.last + 1, CENTRE_PAGES);
+    float centre[MOST_DIM] = {}, key[MOST_DIM], sizes[PAGE], largest = 0;
+    for (int i = 0; i < before * PAGE; i++) {
+        read_key(page(layer, node.pages[i / PAGE], kv_head), i % PAGE, key);
+        for (int d = 0; d < dim; d++) centre[d] += key[d];
+    }
+    uint8_t* to = summary(layer, node.pages, 1, node.last, kv_head);
+    std::memset(to, 0, dim);
+    for (int slot = 0; slot < PAGE; slot++) {
+        read_key(page(layer, node.pages[node.last], kv_head), slot, key);
+        for (int d = 0; d < dim; d++) key[d] -= centre[d] / static_cast<float>(before * PAGE);
+        slow_half(key);
+        sizes[slot] = 0;
+        for (int d = 0; d < dim / 2; d++) {
+            sizes[slot] += std::fabs(key[d]);
+            to[d / 8 * PAGE + slot] |= static_cast<uint8_t>((key[d] >= 0) << d % 8);
+        }
+        largest = std::max(largest, sizes[slot]);
+    }
+    for (int slot = 0; slot < PAGE; slot++) to[dim + slot] = static_cast<uint8_t>(whole(sizes[slot] * (largest > 0 ? 255 / largest : 0), 255));
+    std::memcpy(to + dim + PAGE, &largest, 4);
+}
+
+// Of a node of level 2 or above.
+void Attention::enclose(int layer, const Node& node, int level, int kv_head) {
     const int dim = model_.head_dim;
-    float ends[WIDEST], below[WIDEST];  // high values, then low
-    const PageView keys = page(layer, node.pages[node.last], kv_head);
-    for (int child = 0; child < (level == 1 ? PAGE : FAN); child++) {
-        if (level == 1) {
-            for (int d = 0; d < dim; d++) below[d] = reinterpret_cast<int8_t*>(keys.keys)[d / 4 * 4 * PAGE + child * 4 + d % 4] * keys.key_scales[child];
-            kernels_.rotate(below, dim, 64);
-            std::memcpy(below + dim, below, dim * sizeof(float));
+    float ends[2 * MOST_DIM], below[2 * MOST_DIM];  // high values, then low
+    for (int child = 0; child < FAN; child++) {
+        const int last = node.last - child * static_cast<int>(span_of(level - 1));
+        if (level == 2) {
+            page_box(page(layer, node.pages[last], kv_head), below);
         } else {
-            const uint8_t* box = summary(layer, node.pages, level - 1, node.last - child * static_cast<int>(span_of(level - 1)), kv_head);
+            const uint8_t* box = summary(layer, node.pages, level - 1, last, kv_head);
             float scale;
             std::memcpy(&scale, box + dim, 4);
             for (int d = 0; d < dim; d++) below[d] = ((box[d] & 15) - 8) * scale, below[dim + d] = ((box[d] >> 4) - 8) * scale;
@@ -97,25 +143,37 @@ void Attention::summarise(int layer, const Node& node, int level, int kv_head) {
             ends[dim + d] = child ? std::min(ends[dim + d], below[dim + d]) : below[dim + d];
         }
     }
-    for (int d = 0; level == 1 && d < dim; d++) {
+    float largest = 0;
+    for (int d = 0; d < 2 * dim; d++) largest = std::max(largest, std::fabs(ends[d]));
+    const float scale = largest / 7, steps = largest > 0 ? 7 / largest : 0;
+    uint8_t* to = summary(layer, node.pages, level, node.last, kv_head);
+    for (int d = 0; d < dim; d++) to[d] = static_cast<uint8_t>(whole(ends[d] * steps, 7) + 8 | (whole(ends[dim + d] * steps, 7) + 8) << 4);
+    std::memcpy(to + dim, &scale, 4);
+}
+
+void Attention::page_box(const PageView& page, float* ends) const {
+    const int dim = model_.head_dim;
+    float key[MOST_DIM];
+    for (int slot = 0; slot < PAGE; slot++) {
+        read_key(page, slot, key);
+        kernels_.rotate(key, dim, 64);
+        for (int d = 0; d < dim; d++) {
+            ends[d] = slot ? std::max(ends[d], key[d]) : key[d];
+            ends[dim + d] = slot ? std::min(ends[dim + d], key[d]) : key[d];
+        }
+    }
+    for (int d = 0; d < dim; d++) {
         const float high = ends[d], low = ends[dim + d];
         ends[d] = 0.75f * high + 0.25f * low;
         ends[dim + d] = 0.25f * high + 0.75f * low;
     }
-    float largest = 0;
-    for (int d = 0; d < 2 * dim; d++) largest = std::max(largest, std::fabs(ends[d]));
-    const float scale = largest / 7, steps = largest > 0 ? 7 / largest : 0;
-    auto four_bits = [&](float value) { return static_cast<int>(std::nearbyint(value * steps)) + 8; };
-    uint8_t* to = summary(layer, node.pages, level, node.last, kv_head);
-    for (int d = 0; d < dim; d++) to[d] = static_cast<uint8_t>(four_bits(ends[d]) | four_bits(ends[dim + d]) << 4);
-    std::memcpy(to + dim, &scale, 4);
 }
 
 // What meets a box for all query heads of a row together: the sums of their positive values, which meet the high ones, and of their
 // negative values, which meet the low ones. Without a scale, which would not change the order.
 void Attention::query_for_boxes(size_t first, std::vector<int16_t>& query) const {
     const int dim = model_.head_dim;
-    float sums[WIDEST] = {}, values[WIDEST / 2], largest = 0;
+    float sums[2 * MOST_DIM] = {}, values[MOST_DIM], largest = 0;
     for (int head = 0; head < heads_per_kv_; head++) {
         for (int d = 0; d < dim; d++) values[d] = int8_queries_[(first + head) * dim + d] * query_scales_[first + head];
         kernels_.rotate(values, dim, 64);
@@ -124,7 +182,58 @@ void Attention::query_for_boxes(size_t first, std::vector<int16_t>& query) const
     for (int d = 0; d < 2 * dim; d++) largest = std::max(largest, std::fabs(sums[d]));
     const float scale = largest > 0 ? 32767 / largest : 0;
     query.resize(2 * dim);
-    for (int d = 0; d < 2 * dim; d++) query[d] = static_cast<int16_t>(std::nearbyint(sums[d] * scale));
+    for (int d = 0; d < 2 * dim; d++) query[d] = static_cast<int16_t>(whole(sums[d] * scale, 32767));
+}
+
+// What meets a sketch, for each query head: the sums of every four values with each choice of signs.
+void Attention::queries_for_sketches(size_t first, Scratch& scratch) const {
+    const int dim = model_.head_dim, half = dim / 2;
+    scratch.sums.resize(heads_per_kv_ * half * 4);
+    scratch.scales.resize(heads_per_kv_);
+    for (int head = 0; head < heads_per_kv_; head++) {
+        float values[MOST_DIM], largest = 0;
+        for (int d = 0; d < dim; d++) values[d] = int8_queries_[(first + head) * dim + d] * query_scales_[first + head];
+        slow_half(values);
+        for (int d = 0; d < half; d++) largest = std::max(largest, std::fabs(values[d]));
+        // A sum of four stays within a byte. Sizes are sums over all dimensions, in 255 parts of the page's largest.
+        const float steps = largest > 0 ? 31 / largest : 0;
+        scratch.scales[head] = largest / (31 * 255 * half);
+        for (int group = 0; group < half / 4; group++) {
+            int8_t* sums = &scratch.sums[(head * (half / 4) + group) * 16];
+            sums[0] = 0;
+            for (int i = 0; i < 4; i++) {
+                const int value = whole(values[4 * group + i] * steps, 31);
+                for (int signs = 0; signs < 1 << i; signs++) {
+                    sums[signs | 1 << i] = static_cast<int8_t>(sums[signs] + value);
+                    sums[signs] = static_cast<int8_t>(sums[signs] - value);
+                }
+            }
+        }
+    }
+}
+
+void Attention::score_boxes(Scratch& scratch) const {
+    scratch.ranks.clear();
+    for (size_t i = 0; i < scratch.nodes.size(); i++) {
+        float scale;
+        std::memcpy(&scale, scratch.ends[i] + model_.head_dim, 4);
+        const int32_t score = kernels_.score_summary(scratch.query.data(), scratch.ends[i], model_.head_dim);
+        scratch.ranks.push_back(rank(static_cast<float>(score) * scale, scratch.nodes[i]));
+    }
+}
+
+void Attention::score_sketches(Scratch& scratch) const {
+    const int count = static_cast<int>(scratch.nodes.size()), stride = (count + 15) / 16 * 16, half = model_.head_dim / 2;
+    scratch.scores.assign(static_cast<size_t>(heads_per_kv_ + 1) * stride, -INFINITY);
+    float* total = scratch.scores.data() + heads_per_kv_ * stride;
+    std::fill(total, total + stride, 0.0f);
+    for (int head = 0; head < heads_per_kv_; head++) {
+        float* scores = scratch.scores.data() + head * stride;
+        kernels_.score_sketches(&scratch.sums[head * half * 4], scratch.ends.data(), count, model_.head_dim, scratch.scales[head], scores);
+        kernels_.add_softmax(scores, stride, total);
+    }
+    scratch.ranks.clear();
+    for (int i = 0; i < count; i++) scratch.ranks.push_back(rank(total[i], scratch.nodes[i]));
 }
 
 void Attention::select(int thread, int layer, const Tile& tile, int kv_head, int32_t* picks) {
@@ -134,7 +243,9 @@ void Attention::select(int thread, int layer, const Tile& tile, int kv_head, int
     auto count = [&](int level) { return level == 1 ? rest.end : static_cast<int>(std::max(0, rest.end - level + 2) / span_of(level)); };
     Scratch& scratch = selection_[thread];
     std::vector<int32_t>&nodes = scratch.nodes, &kept = scratch.kept;
-    query_for_boxes(static_cast<size_t>(tile.first_row) * model_.heads + kv_head * heads_per_kv_, scratch.query);
+    const size_t first_query = static_cast<size_t>(tile.first_row) * model_.heads + kv_head * heads_per_kv_;
+    query_for_boxes(first_query, scratch.query);
+    queries_for_sketches(first_query, scratch);
     int level = LEVELS;
     while (level > 1 && !count(level)) level--;
     kept.clear();
@@ -149,19 +260,14 @@ void Attention::select(int thread, int layer, const Tile& tile, int kv_head, int
             kept = nodes;
             continue;
         }
-        scratch.ranks.clear();
         scratch.ends.clear();
+        const int bytes = level > 1 ? dim + 4 : sketch_bytes(dim);
         for (int node : nodes) {
             scratch.ends.push_back(summary(layer, tile.pages, level, static_cast<int>((node + 1) * span_of(level)) - 1, kv_head));
-            for (int at = 0; at < dim + 4; at += 64) __builtin_prefetch(scratch.ends.back() + at);
+            for (int at = 0; at < bytes; at += 64) __builtin_prefetch(scratch.ends.back() + at);
         }
-        for (size_t i = 0; i < nodes.size(); i++) {
-            const uint8_t* ends = scratch.ends[i];
-            float scale;
-            std::memcpy(&scale, ends + dim, 4);
-            scratch.ranks.push_back(rank(static_cast<float>(kernels_.score_summary(scratch.query.data(), ends, dim)) * scale, nodes[i]));
-        }
-        scratch.bytes_read += static_cast<int64_t>(nodes.size()) * (dim + 4);
+        scratch.bytes_read += static_cast<int64_t>(nodes.size()) * bytes;
+        level > 1 ? score_boxes(scratch) : score_sketches(scratch);
         keep_best(scratch.ranks, room, kept);
     }
     std::copy(kept.begin(), kept.end(), picks);
@@ -173,14 +279,17 @@ void Attention::selected_partition(int thread, int layer, const Tile& tile, int 
     const int dim = model_.head_dim, total = selected_pages(tile), begin = part * (PARTITION / PAGE);
     const int end = std::min(total, begin + PARTITION / PAGE);
     const int32_t* picks = &picks_[(static_cast<size_t>(tile.first_row) * model_.kv_heads + kv_head) * most_picks_];
-    PageView pages[PARTITION / PAGE];
-    for (int i = begin; i < end; i++) {
+    PageView pages[2 * PARTITION / PAGE];  // and those of the next partition
+    const int upcoming = std::min(total, end + PARTITION / PAGE) - end;
+    for (int i = begin; i < end + upcoming; i++) {
         const int index = i < rest.begin ? i : i < rest.begin + rest.picks ? picks[i - rest.begin] : rest.end + i - rest.begin - rest.picks;
         pages[i - begin] = page(layer, tile.pages[index], kv_head);
     }
     selection_[thread].bytes_read += static_cast<int64_t>(end - begin) * PAGE * (2 * dim + 8);
     AttentionPart work{};
     work.pages = pages;
+    work.next = pages + (end - begin);
+    work.next_count = upcoming;
     work.dim = dim;
     work.scratch = &scratch_[thread];
     for (int query = 0; query < heads_per_kv_; query += work.count) {
@@ -208,7 +317,9 @@ void Attention::run_selected(int thread, int layer, const Activations& quantized
     for (int level = 1; level <= LEVELS; level++) {
         const std::vector<Node>& nodes = completed_[level - 1];
         if (nodes.empty()) continue;
-        threads_.phase(static_cast<int>(nodes.size()) * kv_heads, [&](int item) { summarise(layer, nodes[item / kv_heads], level, item % kv_heads); });
+        threads_.phase(static_cast<int>(nodes.size()) * kv_heads, [&](int item) {
+            level > 1 ? enclose(layer, nodes[item / kv_heads], level, item % kv_heads) : sketch(layer, nodes[item / kv_heads], item % kv_heads);
+        });
     }
     auto choose = [&](int item) {
         if (most_picks_) select(thread, layer, tiles_[item / kv_heads], item % kv_heads, &picks_[static_cast<size_t>(item) * most_picks_]);

@@ -215,6 +215,22 @@ inline void store_weights(uint8_t* weights, int token, F16 a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + 2 * token), _mm256_permute4x64_epi64(whole, 0xD8));
 }
 
+// Of each lane, in 16 bits: entries of two tables of 16 for each of its `bytes` bytes, 16 bytes apart; the low four bits are of the first table.
+inline I16 sum_signs(const int8_t* tables, const uint8_t* signs, int bytes) {
+    __m256i sums = _mm256_setzero_si256();
+    for (int i = 0; i < bytes; i++) {
+        const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(signs) + i), four = _mm_set1_epi8(15);
+        const __m128i* table = reinterpret_cast<const __m128i*>(tables) + 2 * i;
+        const __m128i low = _mm_shuffle_epi8(_mm_loadu_si128(table), _mm_and_si128(both, four));
+        const __m128i high = _mm_shuffle_epi8(_mm_loadu_si128(table + 1), _mm_and_si128(_mm_srli_epi16(both, 4), four));
+        sums = _mm256_add_epi16(sums, _mm256_add_epi16(_mm256_cvtepi8_epi16(low), _mm256_cvtepi8_epi16(high)));
+    }
+    return {{_mm256_cvtepi16_epi32(_mm256_castsi256_si128(sums)), _mm256_cvtepi16_epi32(_mm256_extracti128_si256(sums, 1))}};
+}
+inline F16 load_bytes(const uint8_t* p) {
+    return halves([&](int h) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * h)))); });
+}
+
 inline int32_t sum_int8(const int8_t* p, int size) {
     int32_t total = 0;
     for (int i = 0; i < size; i++) total += p[i];

@@ -150,6 +150,20 @@ inline void store_weights(uint8_t* weights, int token, F16 a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(weights + decodefleet::PARTITION + token), _mm512_cvtepi32_epi8(_mm512_and_si512(whole, _mm512_set1_epi32(127))));
 }
 
+// Of each lane, in 16 bits: entries of two tables of 16 for each of its `bytes` bytes, 16 bytes apart; the low four bits are of the first table.
+inline I16 sum_signs(const int8_t* tables, const uint8_t* signs, int bytes) {
+    __m256i sums = _mm256_setzero_si256();
+    for (int i = 0; i < bytes; i++) {
+        const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i*>(signs) + i), four = _mm_set1_epi8(15);
+        const __m128i* table = reinterpret_cast<const __m128i*>(tables) + 2 * i;
+        const __m128i low = _mm_shuffle_epi8(_mm_loadu_si128(table), _mm_and_si128(both, four));
+        const __m128i high = _mm_shuffle_epi8(_mm_loadu_si128(table + 1), _mm_and_si128(_mm_srli_epi16(both, 4), four));
+        sums = _mm256_add_epi16(sums, _mm256_add_epi16(_mm256_cvtepi8_epi16(low), _mm256_cvtepi8_epi16(high)));
+    }
+    return {_mm512_cvtepi16_epi32(sums)};
+}
+inline F16 load_bytes(const uint8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))}; }
+
 inline int32_t sum_int8(const int8_t* p, int size) {
     __m512i total = _mm512_setzero_si512();
     for (int i = 0; i < size; i += 64) total = _mm512_dpbusd_epi32(total, _mm512_set1_epi8(1), _mm512_loadu_si512(p + i));

@@ -189,6 +189,19 @@ inline void store_weights(uint8_t* weights, int token, F16 a) {
     }
 }
 
+// Of each lane, in 16 bits: entries of two tables of 16 for each of its `bytes` bytes, 16 bytes apart; the low four bits are of the first table.
+inline I16 sum_signs(const int8_t* tables, const uint8_t* signs, int bytes) {
+    I16 sums = nothing_yet();
+    for (int i = 0; i < 16 * bytes; i++) {
+        const int8_t* both = tables + i / 16 * 32;
+        sums.v[i % 16] += both[signs[i] & 15] + both[16 + (signs[i] >> 4)];
+    }
+    return sums;
+}
+inline F16 load_bytes(const uint8_t* p) {
+    return lanes([&](int i) { return static_cast<float>(p[i]); });
+}
+
 inline int32_t sum_int8(const int8_t* p, int size) {
     int32_t total = 0;
     for (int i = 0; i < size; i++) total += p[i];

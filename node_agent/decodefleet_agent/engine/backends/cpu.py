@@ -46,7 +46,7 @@ class CpuBackend:
     """See `Backend`. `tier`: of instructions, the best by default. `sparsity`: which tokens a row attends to."""
 
     name = "cpu"
-    revision = 3
+    revision = 4
 
     def __init__(
         self, threads: int, kv_format: KVFormat = KVFormat.int8, tier: str | None = None, sparsity: Sparsity | None = None
@@ -74,7 +74,7 @@ class CpuBackend:
 
     def page_bytes(self, config: ModelConfig) -> int:
         token = 2 * config.head_dim * 4 if self._kv == KVFormat.fp32 else 2 * config.head_dim + 8
-        summaries = 2 * (config.head_dim + 4) if self.sparsity.policy == SparsityPolicy.Hierarchical else 0
+        summaries = 2 * config.head_dim + PAGE_TOKENS + 8 if self.sparsity.policy == SparsityPolicy.Hierarchical else 0
         return config.layers * config.kv_heads * (PAGE_TOKENS * token + summaries)
 
     def prepare(self, weights: Weights, context_length: int, progress: Progress) -> None:
