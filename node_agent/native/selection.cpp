@@ -1,10 +1,10 @@
 // Hierarchical sparsity: summaries of keys, the pages that a row picks by them, and its attention to these.
 //
-// A page has a sketch of its keys, each less the sequence's first ones' mean: a sign of each of the dimensions that turn slowest with the position,
-// mixed, and a size. Queries meet each key of it for themselves, so a page is worth what it would get of their softmax.
+// A page has a sketch of its keys, each less the mean of the sequence's first ones: one sign each of the dimensions that turn slowest with the
+// position, mixed, and a size. Queries meet each key of it, so a page is worth what it would get of their softmax.
 // Above are nodes of eight, with boxes: a high and a low value of each dimension, four bits each, with one scale. A page's box is around
-// the middle of its keys, half as wide as they reach; a node's box is around those below it. Both lie along the model's own dimensions, in which keys
-// have outliers: stored keys are rotated, which spreads each over all dimensions and would make every box wide.
+// the middle of its keys, half as wide as they reach; a node's box is around those below it. Both lie along the model's own dimensions, in
+// which keys have outliers: stored keys are rotated, which spreads each over all dimensions and would make every box wide.
 // The sketch is in the page itself, a node of level n > 1 in the page n - 2 after its last one: what a page holds
 // follows from the tokens up to its end, so whoever shares pages shares summaries, and each page has room for both.
 #include <algorithm>
@@ -120,7 +120,8 @@ void Attention::sketch(int layer, const Node& node, int kv_head) {
         }
         largest = std::max(largest, sizes[slot]);
     }
-    for (int slot = 0; slot < PAGE; slot++) to[dim + slot] = static_cast<uint8_t>(whole(sizes[slot] * (largest > 0 ? 255 / largest : 0), 255));
+    const float steps = largest > 0 ? 255 / largest : 0;
+    for (int slot = 0; slot < PAGE; slot++) to[dim + slot] = static_cast<uint8_t>(whole(sizes[slot] * steps, 255));
     std::memcpy(to + dim + PAGE, &largest, 4);
 }
 
@@ -318,7 +319,8 @@ void Attention::run_selected(int thread, int layer, const Activations& quantized
         const std::vector<Node>& nodes = completed_[level - 1];
         if (nodes.empty()) continue;
         threads_.phase(static_cast<int>(nodes.size()) * kv_heads, [&](int item) {
-            level > 1 ? enclose(layer, nodes[item / kv_heads], level, item % kv_heads) : sketch(layer, nodes[item / kv_heads], item % kv_heads);
+            const Node& node = nodes[item / kv_heads];
+            level > 1 ? enclose(layer, node, level, item % kv_heads) : sketch(layer, node, item % kv_heads);
         });
     }
     auto choose = [&](int item) {

@@ -11,8 +11,8 @@ int32_t score_summary(const int16_t* query, const uint8_t* box, int dim) {
     return score;
 }
 
-// Sketches: [dim / 16][16 keys] signs of eight dimensions, [16] sizes, a scale. `sums`: [dim / 8][16], of a query's four values with the signs of each
-// four bits. A score is the largest of a page's keys.
+// Sketches: [dim / 16][16 keys] signs of eight dimensions, [16] sizes, a scale. `sums`: [dim / 8][16], of four values of a query with the signs
+// that four bits say. A score is the largest of a page's keys.
 void score_sketches(const int8_t* sums, const uint8_t* const* sketches, int count, int dim, float scale, float* scores) {
     for (int i = 0; i < count; i++) {
         float page_scale;

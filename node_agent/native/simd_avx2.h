@@ -215,7 +215,7 @@ inline void store_weights(uint8_t* weights, int token, F16 a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + 2 * token), _mm256_permute4x64_epi64(whole, 0xD8));
 }
 
-// Of each lane, in 16 bits: entries of two tables of 16 for each of its `bytes` bytes, 16 bytes apart; the low four bits are of the first table.
+// For each lane, entries of two tables of 16 for each of its bytes, which are 16 apart; the low four bits count in the first one. Sums of 16 bits.
 inline I16 sum_signs(const int8_t* tables, const uint8_t* signs, int bytes) {
     __m256i sums = _mm256_setzero_si256();
     for (int i = 0; i < bytes; i++) {

@@ -150,7 +150,7 @@ inline void store_weights(uint8_t* weights, int token, F16 a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(weights + decodefleet::PARTITION + token), _mm512_cvtepi32_epi8(_mm512_and_si512(whole, _mm512_set1_epi32(127))));
 }
 
-// Of each lane, in 16 bits: entries of two tables of 16 for each of its `bytes` bytes, 16 bytes apart; the low four bits are of the first table.
+// For each lane, entries of two tables of 16 for each of its bytes, which are 16 apart; the low four bits count in the first one. Sums of 16 bits.
 inline I16 sum_signs(const int8_t* tables, const uint8_t* signs, int bytes) {
     __m256i sums = _mm256_setzero_si256();
     for (int i = 0; i < bytes; i++) {
