@@ -193,12 +193,12 @@ void Attention::queries_for_sketches(size_t first, Scratch& scratch) const {
     scratch.scales.resize(heads_per_kv_);
     for (int head = 0; head < heads_per_kv_; head++) {
         float values[MOST_DIM], largest = 0;
-        for (int d = 0; d < dim; d++) values[d] = int8_queries_[(first + head) * dim + d] * query_scales_[first + head];
+        for (int d = 0; d < dim; d++) values[d] = int8_queries_[(first + head) * dim + d];
         slow_half(values);
         for (int d = 0; d < half; d++) largest = std::max(largest, std::fabs(values[d]));
         // A sum of four stays within a byte. Sizes are sums over all dimensions, in 255 parts of the page's largest.
         const float steps = largest > 0 ? 31 / largest : 0;
-        scratch.scales[head] = largest / (31 * 255 * half);
+        scratch.scales[head] = query_scales_[first + head] * largest / static_cast<float>(31 * 255 * half);
         for (int group = 0; group < half / 4; group++) {
             int8_t* sums = &scratch.sums[(head * (half / 4) + group) * 16];
             sums[0] = 0;

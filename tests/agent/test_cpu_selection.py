@@ -90,9 +90,10 @@ class Hierarchical(Setting):
         turned = rotated(query.float(), 64)
         ends = torch.cat([turned.clamp(min=0), turned.clamp(max=0)], dim=1).sum(dim=0)
         ends = torch.round(ends * (32767 / ends.abs().amax())).double()
-        slow = self.slow(query)
+        unit = query.abs().amax(dim=1, keepdim=True) / 127
+        slow = self.slow(torch.round(query / unit))
         most = slow.abs().amax(dim=1, keepdim=True)
-        slow = torch.round(slow * (31 / most)) * most / 31
+        slow = torch.round(slow * torch.div(torch.tensor(31.0), most)) * most / 31 * unit.float()
         boxes, sketched = self.levels(keys[: end * 16]), self.sketched(keys[: end * 16])
         counts = [end, *(max(0, end - level + 2) // FAN ** (level - 1) for level in range(2, len(boxes) + 2)), 0]
         kept: list[int] = []
