@@ -191,7 +191,7 @@ inline void store_weights(uint8_t* weights, int token, F16 a) {
 
 // For each lane, entries of two tables of 16 for each of its bytes, which are 16 apart; the low four bits count in the first one. Sums of 16 bits.
 inline I16 sum_signs(const int8_t* tables, const uint8_t* signs, int bytes) {
-    I16 sums = nothing_yet();
+    I16 sums{};
     for (int i = 0; i < 16 * bytes; i++) {
         const int8_t* both = tables + i / 16 * 32;
         sums.v[i % 16] += both[signs[i] & 15] + both[16 + (signs[i] >> 4)];
